@@ -82,6 +82,7 @@ SMALL = {
         "state": "1 MiB",
         "runs": 1,
         "limit": False,
+        "gpus": "1",
         "nodes": "1,3",
     },
 }

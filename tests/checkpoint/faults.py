@@ -47,16 +47,18 @@ class Faults:
         if not self._open.is_set():
             self.waiting.release()
             assert self._open.wait(WAIT_S)
-        if self.write_error is not None:
-            raise self.write_error
+        error = self.write_error  # once: the test may take it back meanwhile
+        if error is not None:
+            raise error
 
     def read(self) -> None:
         self.reads += 1
         if not self._reads_open.is_set():
             self.waiting.release()
             assert self._reads_open.wait(WAIT_S)
-        if self.read_error is not None:
-            raise self.read_error
+        error = self.read_error
+        if error is not None:
+            raise error
 
     def until_waiting(self) -> None:
         assert self.waiting.acquire(timeout=WAIT_S)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +30,34 @@ class Ranks:
         self._act = act
         self._arguments = arguments
         self._folder = folder
-        self._answers = self._spawn.Queue()
+        # One for each process: a lock that they shared would stay locked if one is killed in it.
+        self._ends: list[Any] = []
         self.processes = {rank: self.start(rank) for rank in range(ranks)}
 
     def start(self, rank: int) -> Any:
+        ours, theirs = self._spawn.Pipe(duplex=False)
         process = self._spawn.Process(
-            target=_rank, args=(rank, self._answers, self._act, self._folder, self._arguments)
+            target=_rank, args=(rank, theirs, self._act, self._folder, self._arguments)
         )
         process.start()
+        theirs.close()
+        self._ends.append(ours)
         return process
 
     def heard(self, count: int) -> dict[int, Any]:
         """Return what so many ranks have told next, or raise what one has failed with."""
         found: dict[int, Any] = {}
         while len(found) < count:
-            try:
-                rank, thing, problem = self._answers.get(timeout=WAIT_S)
-            except queue.Empty:
-                raise AssertionError(f"{count} ranks should tell, and only did: {found}") from None
-            assert not problem, f"rank {rank}:\n{problem}"
-            found[rank] = thing
+            ready = connection.wait(self._ends, WAIT_S)
+            assert ready, f"{count} ranks should tell, and only did: {found}"
+            for end in ready[: count - len(found)]:
+                try:
+                    rank, thing, problem = end.recv()
+                except EOFError:  # it has ended
+                    self._ends.remove(end)
+                    continue
+                assert not problem, f"rank {rank}:\n{problem}"
+                found[rank] = thing
         return found
 
     def __enter__(self) -> Ranks:
@@ -62,14 +70,16 @@ class Ranks:
             if process.exitcode is None:
                 process.kill()
                 process.join()
+        for end in self._ends:
+            end.close()
 
 
-def _rank(rank: int, answers: Any, act: Any, folder: Path, arguments: Any) -> None:
+def _rank(rank: int, end: Any, act: Any, folder: Path, arguments: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        act(rank, folder, lambda thing: answers.put((rank, thing, "")), *arguments)
+        act(rank, folder, lambda thing: end.send((rank, thing, "")), *arguments)
     except BaseException:
-        answers.put((rank, None, traceback.format_exc()))
+        end.send((rank, None, traceback.format_exc()))
 
 
 def opened(folder: Path, rank: int, ranks: int, **config: Any) -> Checkpointer:

@@ -202,6 +202,15 @@ def test_a_transfer_ends_after_those_before_it() -> None:
     assert (backlog.nbytes, len(backlog)) == (50, 1)
 
 
+def test_a_transfer_that_may_go_first_waits_for_itself_alone() -> None:
+    backlog = Backlog(OneByteAtATime(), in_order=False)
+    backlog.add("a", 100)
+    backlog.add("b", 50)
+
+    assert backlog.deadlines(1000) == {"a": 1100, "b": 1050}
+    assert backlog.ends_ns(1000) == 1150, "all of them"
+
+
 def test_nothing_is_expected_of_a_link_that_was_never_used() -> None:
     link = OneByteAtATime()
     link.bytes_per_second = None

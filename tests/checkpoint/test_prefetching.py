@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from checkpoint.faults import WAIT_S, Faults, FaultyDirectory, Opener
-from flashwarp.checkpoint import flushing
+from checkpoint.test_checkpointer import until
+from flashwarp.checkpoint import flushing, mover
 from flashwarp.checkpoint.buffer import ALIGNMENT
 from flashwarp.checkpoint.checkpointer import Checkpointer
 from flashwarp.checkpoint.directory import Directory, VersionWriter
@@ -140,8 +141,8 @@ def block_of(*nbytes: int) -> tuple[Entry, Block]:
 def test_all_pieces_of_a_version_are_written() -> None:
     entry, tier = block_of(31 << 20, (8 << 20) + 5)
     written = Written()
-    with Mover(CpuDevice(), 8192, WAIT_S) as mover:
-        assert mover.store_block(tier, entry, written, lambda: True)
+    with Mover(CpuDevice(), 8192, WAIT_S) as moves:
+        assert moves.store_block(tier, entry, written, lambda: True)
 
     for name, begin in (("a", 0), ("b", 32 << 20)):
         region = entry.region(name)
@@ -156,12 +157,12 @@ def test_nothing_reads_the_block_after_a_write_has_ended(wanted: bool) -> None:
     entry, tier = block_of(31 << 20, 1 << 20)
     written = Written(fails_at=8 << 20 if wanted else None)
     looks = iter([True, True, True, wanted] + [wanted] * 100)
-    with Mover(CpuDevice(), 8192, WAIT_S) as mover:
+    with Mover(CpuDevice(), 8192, WAIT_S) as moves:
         if wanted:
             with pytest.raises(StorageError):
-                mover.store_block(tier, entry, written, lambda: next(looks))
+                moves.store_block(tier, entry, written, lambda: next(looks))
         else:
-            assert not mover.store_block(tier, entry, written, lambda: next(looks))
+            assert not moves.store_block(tier, entry, written, lambda: next(looks))
         assert written.under_way == 0
 
 
@@ -179,8 +180,8 @@ class Read:
 def test_several_pieces_of_a_version_are_read_at_a_time() -> None:
     # One at a time leaves the disk idle between two of them.
     entry, tier = block_of(16 << 20, 16 << 20)
-    with Mover(CpuDevice(), 8192, WAIT_S) as mover:
-        assert mover.load_block(tier, entry, Read(together=4), lambda: True)
+    with Mover(CpuDevice(), 8192, WAIT_S) as moves:
+        assert moves.load_block(tier, entry, Read(together=4), lambda: True)
 
     for name, mark in (("a", 0), ("b", 64)):
         found = tier.memory[entry.offsets[name] :][: 16 << 20].reshape(4, -1)
@@ -215,3 +216,71 @@ def test_a_large_version_begins_while_the_one_before_is_committed(
     checkpointer.wait()
 
     assert begun == [0, 1, 2]
+
+
+def test_a_version_is_opened_while_the_last_pieces_of_the_one_before_are_read(
+    opened: Opener, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = np.zeros(8 << 20, np.uint8)  # two pieces
+    first = opened(0, 0)
+    first.protect("state", state)
+    for version in range(3):
+        state[:] = version + 1
+        first.checkpoint(version)
+    first.close()
+    checkpointer = opened(0, 4 * state.nbytes)
+    checkpointer.protect("state", state)
+    for version in range(3):
+        checkpointer.prefetch_enqueue(version)
+    core = checkpointer._core
+    until(lambda: len(core.entries) == 3, "all manifests have been read")
+    asked: list[int] = []
+    opens = FaultyDirectory.open
+
+    def noted(self: FaultyDirectory, name: str, version: int, **options: Any) -> Any:
+        asked.append(version)
+        return opens(self, name, version, **options)
+
+    monkeypatch.setattr(FaultyDirectory, "open", noted)
+    faults.hold_reads()
+    checkpointer.prefetch_start()
+    until(lambda: len(asked) == 2, "the second version is opened while the first one is read")
+    until(lambda: faults.reads == 4, "the pieces of both are read")
+    time.sleep(0.05)
+    assert asked == [0, 1], "two at a time, so that none takes the disk from those before it"
+    faults.release()
+
+    for version in range(3):
+        checkpointer.restart(version)
+        assert (state == version + 1).all()
+    assert asked == [0, 1, 2]
+    assert checkpointer.stats.restarts_from["ssd"] == 0
+
+
+def test_a_version_begins_once_all_pieces_of_the_one_before_are_on_their_way(
+    opened: Opener, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover, "_STORED_BYTES", 1 << 20)
+    state = np.zeros((mover._QUEUED_MAX + 2) << 20, np.uint8)
+    first = opened(0, 0)
+    first.protect("state", state)
+    for version in range(2):
+        state[:] = version + 1
+        first.checkpoint(version)
+    first.close()
+    checkpointer = opened(0, 3 * state.nbytes)
+    checkpointer.protect("state", state)
+    for version in range(2):
+        checkpointer.prefetch_enqueue(version)
+    core = checkpointer._core
+    until(lambda: len(core.entries) == 2, "all manifests have been read")
+    faults.hold_reads()
+    checkpointer.prefetch_start()
+    until(lambda: faults.reads == mover._AT_A_TIME, "pieces of the first version are read")
+    time.sleep(0.05)
+
+    assert core.storage_reads == 1, "two pieces of it are not on their way yet"
+    faults.release()
+    for version in range(2):
+        checkpointer.restart(version)
+        assert (state == version + 1).all()

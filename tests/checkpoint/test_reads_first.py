@@ -63,6 +63,35 @@ def test_what_is_restored_last_is_flushed_first(
     assert begun == flushed
 
 
+def test_what_must_leave_for_a_version_that_waits_is_flushed_before_the_rest(
+    opened: Opener, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flushing, "TOGETHER_BYTES", 1)
+    begun: list[int] = []
+    noting_begun(monkeypatch, begun.append)
+    checkpointer = opened(0, 8 * VERSION_BYTES, config=CONSUMED)
+    # Of all neighbours, 4 and 5 are restored last; alone, 2 is.
+    for version in (3, 0, 6, 1, 7, 4, 5, 2):
+        checkpointer.prefetch_enqueue(version)
+    faults.hold()
+    checkpointer.protect("state", np.zeros(VERSION_BYTES, np.uint8))
+    checkpointer.checkpoint(0)
+    faults.until_waiting()  # the flush of version 0 has begun, before there was another one
+    for version in range(1, 8):
+        checkpointer.checkpoint(version)
+    checkpointer.protect("state", np.zeros(2 * VERSION_BYTES, np.uint8))
+    host = checkpointer._core.tiers[0]
+    writing = threading.Thread(target=checkpointer.checkpoint, args=(8,))
+    writing.start()
+    until(lambda: host.demands == 1, "version 8 waits for room")
+    faults.release()
+    writing.join(WAIT_S)
+    checkpointer.wait()
+
+    assert begun[:3] == [0, 5, 4]
+    assert host.awaited == {}
+
+
 def test_no_flush_begins_between_two_reads_of_storage(
     opened: Opener, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,10 +13,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "checkpoints.md"
 RECORDS = tuple(
-    ROOT / "results" / f"checkpoints{part}_h200.json"
-    for part in ("", "_others", "_irregular", "_reverse", "_durable", "_states", "_order")
+    ROOT / "results" / f"checkpoints{part}_{machine}.json"
+    for part in ("", "_others", "_irregular", "_reverse", "_sequential", "_durable", "_states")
+    + ("_sigmas", "_gpus")
+    for machine in ("h200", "h100")
 )
 NODES = ROOT / "results" / "checkpoints_nodes.json"
+_MACHINE = re.compile(r"\(NVIDIA (\w+)")
 BLOCK = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
 
 PAPER = (
@@ -56,6 +59,17 @@ PAPER = (
         "restore from managed memory, uniform reverse, 10 ms, hints: all",
     ),
     (
+        "Fig. 9a: a barrier in each step; variable, irregular",
+        "stable for each process as GPUs are added",
+        "restore, 2 GPUs, a barrier in each step, variable (sigma 0.3) irregular, 10 ms, at once, "
+        "hints: all",
+    ),
+    (
+        "Fig. 9b: no barrier; variable, irregular",
+        "stable for each process as GPUs are added",
+        "restore, 2 GPUs, no barrier, variable (sigma 0.3) irregular, 10 ms, at once, hints: all",
+    ),
+    (
         "section 5.4.2: flushes of one of eight ranks",
         "0.685 GB/s",
         "durable, 16 versions",
@@ -76,7 +90,10 @@ def render() -> str:
 def _rows(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
-    return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    record = json.loads(path.read_text())
+    machine = _MACHINE.search(record["machine"]["device"])
+    on = machine[1] if machine else "CPU"
+    return {row["name"]: {**row, "on": on} for row in record["rows"]}
 
 
 def _number(value: float) -> str:
@@ -98,10 +115,10 @@ def _ratio(row: dict[str, Any]) -> str:
 def _own(rows: dict[str, dict[str, Any]]) -> str:
     if not rows:
         return "No run on a GPU is stored yet.\n"
-    lines = ["| what | flashwarp | against | ratio | wanted |", "|---|---|---|---|---|"]
+    lines = ["| what | on | flashwarp | against | ratio | wanted |", "|---|---|---|---|---|---|"]
     for row in rows.values():
         wanted = _number(row["target"]) if row["target"] else ""
-        cells = [row["name"], _value(row), _against(row), _ratio(row), wanted]
+        cells = [row["name"], row["on"], _value(row), _against(row), _ratio(row), wanted]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -112,7 +129,9 @@ def _paper(rows: dict[str, dict[str, Any]]) -> str:
     lines = ["| paper | says | here | |", "|---|---|---|---|"]
     for place, says, name in PAPER:
         row = rows.get(name)
-        here = "not measured" if row is None else f"{_value(row)}, {_ratio(row)} of {_against(row)}"
+        here = "not measured"
+        if row is not None:
+            here = f"{_value(row)}, {_ratio(row)} of {_against(row)} ({row['on']})"
         lines.append(f"| {place} | {says} | {name} | {here} |")
     return "\n".join(lines) + "\n"
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from flashwarp.bench import checkpoints_gpus as several
 from flashwarp.bench import checkpoints_nodes as many
 from flashwarp.bench import checkpoints_others as others
 from flashwarp.bench import checkpoints_shots as shots
@@ -26,7 +27,17 @@ from flashwarp.probe.timing import median_of
 
 __all__ = ["run"]
 
-_PARTS = ("decision", "saved", "training", "durable", "checksums", "shots", "others", "nodes")
+_PARTS = (
+    "decision",
+    "saved",
+    "training",
+    "durable",
+    "checksums",
+    "shots",
+    "gpus",
+    "others",
+    "nodes",
+)
 _WAITS = ("no", "yes")
 _WAYS = others.STATES + others.SHOTS
 _DISK_BYTES_MAX = 2 << 30
@@ -52,6 +63,7 @@ def run(
     runs: Annotated[int, "Runs of each short measurement; the median counts."] = 5,
     limit: Annotated[bool, "Limit the links on the CPU device, to the paper's times."] = True,
     seconds: Annotated[float, "Leave out what would begin later."] = 3600,
+    gpus: Annotated[str, "Processes at a time, each on its GPU."] = "1,2",
     nodes: Annotated[str, "Nodes to simulate."] = "1,10,100,1000",
     figures: Annotated[str, "Record of this benchmark whose links nodes have; this run's."] = "",
 ) -> Report:
@@ -63,6 +75,15 @@ def run(
     first, later = (
         [each for each in theirs if each in group]
         for group in (others.STATES[:1], others.STATES[1:])
+    )
+    plans = shots.plans(
+        _named("sizes", sizes, shots.SIZES),
+        _named("orders", orders, shots.ORDERS),
+        [each == "yes" for each in _named("waits", waits, _WAITS)],
+        [float(each) / 1e3 for each in intervals_ms.split(",")],
+        [float(each) for each in sigmas.split(",")],
+        [float(each) for each in caches.split(",")],
+        _named("hints", hints, shots.HINTS),
     )
     total, state_bytes = mib << 20, parse_bytes(state, "state")
     limited = limit and where.kind == "cpu"
@@ -77,7 +98,7 @@ def run(
         },
         seeds={"sizes": 1, "irregular order": 2, "contents of files": 1, "nodes": 3},
     )
-    uses_disk = not {"durable", "shots", "nodes"}.isdisjoint(wanted)
+    uses_disk = not {"durable", "shots", "gpus", "nodes"}.isdisjoint(wanted)
     most = _DISK_BYTES_MAX if uses_disk else _DISK_BYTES_UNUSED
     disk = Disk.measure(folder, min(max(state_bytes, total), most))
     links = _links(where, disk, total // steps)
@@ -100,19 +121,22 @@ def run(
         one.add_checksums(report, folder, min(state_bytes, 512 << 20), 3)
     if "training" in wanted and where.kind == "cuda":
         one.add_training(report, where, folder, state_bytes)
+    if "gpus" in wanted:
+        several.add_gpus(
+            report,
+            where,
+            folder,
+            total,
+            steps,
+            [integer("gpus", int(each), 1, 64) for each in gpus.split(",")],
+            plans,
+            links,
+            late,
+        )
     if "shots" in wanted:
         if limited:
             links = _of_paper(links, total // steps)
             report.settings["limits_bytes_per_s"] = vars(links)
-        plans = shots.plans(
-            _named("sizes", sizes, shots.SIZES),
-            _named("orders", orders, shots.ORDERS),
-            [each == "yes" for each in _named("waits", waits, _WAITS)],
-            [float(each) / 1e3 for each in intervals_ms.split(",")],
-            [float(each) for each in sigmas.split(",")],
-            [float(each) for each in caches.split(",")],
-            _named("hints", hints, shots.HINTS),
-        )
         shots.add_shots(
             report, where, folder, total, steps, plans, eviction, links, limited=limited, late=late
         )

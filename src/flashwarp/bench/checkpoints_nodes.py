@@ -104,7 +104,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Node:
-    """What is the same on all nodes."""
+    """What is the same on all nodes, and for each of their GPUs."""
 
     links: Links
     nbytes: int
@@ -118,7 +118,7 @@ class Node:
 
 
 class _Shot:
-    """One node's shot: the program, two flushes and two prefetches."""
+    """One GPU's shot: the program, two flushes and two prefetches."""
 
     def __init__(
         self,
@@ -127,6 +127,7 @@ class _Shot:
         order: list[int],
         intervals_s: list[float],
         barrier: Barrier | None,
+        disk: dict[str, Link],
         *,
         hints: bool,
     ) -> None:
@@ -148,9 +149,8 @@ class _Shot:
         self.consumed: set[int] = set()
         self.started = False
         self.links = {
-            name: Link(clock, getattr(node.links, name))
-            for name in ("down", "up", "writes", "reads")
-        }
+            name: Link(clock, getattr(node.links, name)) for name in ("down", "up")
+        } | disk
         clock.start(self._program())
         clock.start(self._flush_gpu())
         clock.start(self._flush_host())
@@ -268,7 +268,7 @@ class _Shot:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of all nodes: seconds that their calls blocked in the mean, and until the last had ended."""
+    """Of all shots: seconds that their calls blocked in the mean, and until the last had ended."""
 
     write_s: float
     read_s: float
@@ -276,22 +276,31 @@ class Outcome:
 
 
 def simulate(
-    node: Node, nodes: int, order: str, *, coupled: bool, hints: bool, seed: int = 3
+    node: Node,
+    nodes: int,
+    order: str,
+    *,
+    coupled: bool,
+    hints: bool,
+    gpus: int = 1,
+    seed: int = 3,
 ) -> Outcome:
-    """Run a shot on each node."""
+    """Run a shot on each GPU of each node. GPUs of a node share its storage alone."""
     clock = Clock()
-    barrier = Barrier(clock, nodes) if coupled else None
+    barrier = Barrier(clock, nodes * gpus) if coupled else None
     rng = np.random.default_rng(seed)
     numbers = order_of(order, node.steps)
     shots = []
     for _ in range(nodes):
-        spread = rng.lognormal(-(_SPREAD**2) / 2, _SPREAD, 2 * node.steps)
-        intervals = [float(each) for each in node.interval_s * spread]
-        shots.append(_Shot(clock, node, numbers, intervals, barrier, hints=hints))
+        disk = {name: Link(clock, getattr(node.links, name)) for name in ("writes", "reads")}
+        for _ in range(gpus):
+            spread = rng.lognormal(-(_SPREAD**2) / 2, _SPREAD, 2 * node.steps)
+            intervals = [float(each) for each in node.interval_s * spread]
+            shots.append(_Shot(clock, node, numbers, intervals, barrier, disk, hints=hints))
     clock.run()
     stuck = sum(not shot.end_s for shot in shots)
     if stuck:
-        raise AssertionError(f"{stuck} of {nodes} simulated nodes wait for ever")
+        raise AssertionError(f"{stuck} of {len(shots)} simulated shots wait for ever")
     return Outcome(
         float(np.mean([shot.write_s for shot in shots])),
         float(np.mean([shot.read_s for shot in shots])),

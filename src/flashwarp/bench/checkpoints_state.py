@@ -94,9 +94,9 @@ def ends_are(array: Any, value: int) -> bool:
 
 
 def finish(device: Device) -> None:
-    """Wait for the caller's stream, and for no other."""
+    """Wait for the caller's stream on a device, and for no other."""
     if device.kind == "cuda":
-        importlib.import_module("torch").cuda.current_stream().synchronize()
+        importlib.import_module("torch").cuda.current_stream(device.name).synchronize()
 
 
 def blocked(device: Device, call: Callable[[], object]) -> float:

@@ -237,6 +237,8 @@ class Core:
                     return True
                 if window is None and tier.grown:
                     return False
+                if window is not None:
+                    tier.awaited[entry] = tier.table.keys_in(window)
                 self.check_threads()
                 if clock.look() >= timeout_s:
                     raise WaitTimeout(
@@ -246,6 +248,7 @@ class Core:
                 self.changed.wait(STEP_MAX_S)
             return False
         finally:
+            tier.awaited.pop(entry, None)
             tier.demands -= not flush
             tier.flushes_waiting -= flush
             self.wake("prefetch")
@@ -348,7 +351,8 @@ class Core:
         tier.backlog.add(entry, entry.nbytes)
         # It is the last of the queue: the others end when they would have.
         now_ns = self.now_ns()
-        tier.refresh(entry, now_ns, tier.backlog.ends_ns(now_ns))
+        ends_ns = tier.backlog.ends_ns(now_ns) if tier.backlog.in_order else None
+        tier.refresh(entry, now_ns, ends_ns)
         self.wake("flush")
 
     def refresh(self, key: Key, *, wake: bool = True) -> None:

@@ -91,6 +91,8 @@ class Flusher:
         """Return what is flushed next: the first of the queue, or what is restored last.
 
         If what is restored is discarded, a version that is restored before its flush needs none.
+        What must leave for a version that waits for room goes before the others: of variable sizes,
+        those that are restored last seldom lie side by side.
         """
         core = self._core
         if not core.settings.discard_consumed or not len(core.hints):
@@ -100,7 +102,9 @@ class Flusher:
             number = core.hints.number(entry.key)
             return math.inf if number is None else number
 
-        return max(islice(queue, _LOOK_MAX), key=restored)
+        some = list(islice(queue, _LOOK_MAX))
+        awaited = {each for window in self._tier.awaited.values() for each in window}
+        return max([each for each in some if each in awaited] or some, key=restored)
 
     def _flush(self, entry: Entry) -> None:
         core = self._core

@@ -275,15 +275,20 @@ class Mover(endings.Closing):
             yield host_view(buffer.address, size)
 
     def load_block(
-        self, tier: Tier, entry: Entry, reader: Reader, wanted: Callable[[], bool]
+        self,
+        tier: Tier,
+        entry: Entry,
+        reader: Reader,
+        wanted: Callable[[], bool],
+        ending: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Read a version from storage into its block; returns as `store_block`."""
+        """Read a version from storage into its block; as `store_block`."""
         base = tier.block(entry)
         parts = [
             _Part(region, base + entry.offsets[region.name], tier.on_host, ())
             for region in entry.regions
         ]
-        return self._load(parts, reader, wanted)
+        return self._load(parts, reader, wanted, ending)
 
     def load_arrays(self, reader: Reader, targets: list[Bytes]) -> None:
         """Read regions from storage into a user's arrays."""
@@ -292,7 +297,13 @@ class Mover(endings.Closing):
         ]
         self._load(parts, reader, lambda: True)
 
-    def _load(self, parts: list[_Part], reader: Reader, wanted: Callable[[], bool]) -> bool:
+    def _load(
+        self,
+        parts: list[_Part],
+        reader: Reader,
+        wanted: Callable[[], bool],
+        ending: Callable[[], None] = lambda: None,
+    ) -> bool:
         began_ns = time.monotonic_ns()
 
         def load(part: _Part, offset: int, size: int) -> None:
@@ -305,7 +316,7 @@ class Mover(endings.Closing):
                 for ticket in self._copies(part.address + offset, buffer, size, part.after):
                     ticket.wait(self.timeout_s)
 
-        done = self._readers.move(self._jobs(parts, load), wanted)
+        done = self._readers.move(self._jobs(parts, load), wanted, ending)
         if done:
             self.moved("from storage", sum(part.region.nbytes for part in parts), began_ns)
         return done

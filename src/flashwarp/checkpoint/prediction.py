@@ -73,10 +73,13 @@ class Backlog:
     ----------
     link : Link
         The link, whose bandwidth is measured.
+    in_order : bool
+        Whether transfers begin in the order of `add`. Otherwise each is expected to be the next.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, *, in_order: bool = True) -> None:
         self.link = link
+        self.in_order = in_order
         self._queued: dict[Hashable, int] = {}
         self.nbytes = 0
 
@@ -103,7 +106,7 @@ class Backlog:
         found: dict[Hashable, int] = {}
         total = 0
         for key, nbytes in self._queued.items():
-            total += nbytes
+            total = total + nbytes if self.in_order else nbytes
             takes = self.link.nanoseconds_for(total)
             if takes is None:
                 return {}

@@ -19,13 +19,17 @@ from flashwarp.checkpoint.storing import Storing
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.errors import FlashwarpError
 
-__all__ = ["Prefetcher"]
+__all__ = ["PREFETCH_THREADS", "Prefetcher"]
 
 _log = logging.getLogger(__name__)
 
+PREFETCH_THREADS = 2
+"""One reads the last pieces of a version while the other opens the next one: from a version to the
+next, the disk would be idle for as long as some pieces take."""
+
 
 class Prefetcher:
-    """The jobs of the thread that prefetches into one tier.
+    """The jobs of one thread that prefetches into a tier.
 
     Parameters
     ----------
@@ -37,13 +41,23 @@ class Prefetcher:
         The next slower cache.
     storing : Storing
         Reads from storage.
+    reading : set of Entry
+        Versions whose last pieces are not on their way yet; shared by the threads of the tier.
     """
 
-    def __init__(self, core: Core, tier: Tier, below: Tier | None, storing: Storing) -> None:
+    def __init__(
+        self,
+        core: Core,
+        tier: Tier,
+        below: Tier | None,
+        storing: Storing,
+        reading: set[Entry],
+    ) -> None:
         self._core = core
         self._tier = tier
         self._below = below
         self._storing = storing
+        self._reading = reading
         self._reads = False
 
     def next_job(self) -> Callable[[], None] | None:
@@ -100,10 +114,14 @@ class Prefetcher:
         source = below if below is not None and below.holds(entry) else None
         if source is None and below is not None and self._comes_by(below, entry, keep):
             return None
+        if source is None and self._reading:
+            return None  # which of two comes first would not be theirs to say
         if not core.try_acquire(self._tier, entry, Event.FETCH, keep):
             return None
         core.busy[entry] += 1
         self._reads = source is None
+        if source is None:
+            self._reading.add(entry)
         core.pin(self._tier, entry)
         if source is not None:
             core.apply(source, entry, Event.READ)
@@ -125,6 +143,7 @@ class Prefetcher:
         except (FlashwarpError, OSError, MemoryError) as failure:
             error = failure
         with core.changed:
+            self._reading.discard(entry)
             if done:
                 core.apply(tier, entry, Event.SAVED_BELOW)
                 core.apply(tier, entry, Event.FILLED)
@@ -149,4 +168,12 @@ class Prefetcher:
             return mover.move(source, self._tier, entry, wanted)
         name, version = entry.key
         with self._storing.open(name, version) as reader:
-            return mover.load_block(self._tier, entry, reader, wanted)
+            return mover.load_block(
+                self._tier, entry, reader, wanted, partial(self._let_next_begin, entry)
+            )
+
+    def _let_next_begin(self, entry: Entry) -> None:
+        """Note that the last bytes of a version are on their way from the disk."""
+        with self._core.changed:
+            self._reading.discard(entry)
+            self._core.wake("prefetch")

@@ -16,7 +16,7 @@ from flashwarp.checkpoint.flushing import FLUSH_THREADS, Flusher, Uploader, rele
 from flashwarp.checkpoint.memory import GrowingMemory
 from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog
-from flashwarp.checkpoint.prefetching import Prefetcher
+from flashwarp.checkpoint.prefetching import PREFETCH_THREADS, Prefetcher
 from flashwarp.checkpoint.ranks import Group, GroupCommits
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.storing import Removal, Storing
@@ -177,7 +177,10 @@ class System:
             nbytes,
             on_host,
             policy_of(self._settings.eviction),
-            Backlog(self.mover.links["down" if name == "gpu" else "to storage"]),
+            Backlog(
+                self.mover.links["down" if name == "gpu" else "to storage"],
+                in_order=not self._settings.discard_consumed,
+            ),
             core.hints.number,
             usable_bytes,
         )
@@ -213,16 +216,17 @@ class System:
         below: Tier | None = None
         for tier in reversed(core.tiers):
             flusher = Flusher(core, tier, below, self.storing)
-            prefetcher = Prefetcher(core, tier, below, self.storing)
             if below is not None:
                 below.above = tier
             for number in range(FLUSH_THREADS if below is None else 1):
                 self._workers.append(
                     Worker(core, f"flush-{tier.name}-{number}", "flush", flusher.next_job)
                 )
-            self._workers.append(
-                Worker(core, f"prefetch-{tier.name}", "prefetch", prefetcher.next_job)
-            )
+            reading: set[Entry] = set()
+            for number in range(PREFETCH_THREADS if below is None else 1):
+                prefetcher = Prefetcher(core, tier, below, self.storing, reading)
+                name = f"prefetch-{tier.name}-{number}"
+                self._workers.append(Worker(core, name, "prefetch", prefetcher.next_job))
             below = tier
         if self.commits is not None:
             self._workers.append(Worker(core, "ranks", "ranks", self.commits.next_job))

@@ -6,7 +6,7 @@ lock for all its tiers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from flashwarp.checkpoint.buffer import ALIGNMENT, NEVER_NS, FragmentTable, Window
@@ -138,6 +138,8 @@ class Tier:
         """Threads of the user's that wait for room here: prefetches let them go first."""
         self.flushes_waiting = 0
         """Flushes from the tier above that wait for room here."""
+        self.awaited: dict[Entry, list[Hashable]] = {}
+        """By the version that waits for room here: those that must leave for it."""
         self.evictions = 0
         self.above: Tier | None = None
         """The next faster cache."""
@@ -274,7 +276,8 @@ class Tier:
             # Pinned, or being read: the copy takes about as long as a flush of the bytes.
             return now_ns + self._takes_ns(entry.nbytes)
         if ends_ns is None:
-            ends_ns = now_ns + self._takes_ns(self.backlog.nbytes + entry.nbytes)
+            before = self.backlog.nbytes if self.backlog.in_order else 0
+            ends_ns = now_ns + self._takes_ns(before + entry.nbytes)
         return ends_ns
 
     def _takes_ns(self, nbytes: int) -> int:
