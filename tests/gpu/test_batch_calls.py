@@ -192,7 +192,7 @@ def test_memory_comes_and_goes_while_a_kernel_waits(
     )
     expected = rows_of(storage)
     expected[:n] *= 2
-    slow = Faulty(storage, "read delay=300000us n=1..3")
+    slow = Faulty(storage, "read delay=300000us n=1,2,3")
     with BatchEngine(
         device, slow, rows=ROWS, row_bytes=4 * WIDTH, batch_rows=512,
         directions=("prefetch", "write_back"), ring=Ring(1 << 18, 4), copies=True, timeout_s=5,
