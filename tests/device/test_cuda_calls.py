@@ -127,8 +127,12 @@ def check_calls_that_wait_in_the_driver_wait_for_served_kernels_first() -> None:
     device = CudaDevice(0)
     memory, host = device.allocate(1000), device.allocate_host(1000)
     pinned = device.register_host(1 << 20, 8192, read_only=False)
-    stream = device.create_stream()
-    for act in (memory.close, host.close, pinned.close, lambda: device.allocate_host(8)):
+    stream, kept = device.create_stream(), []
+
+    def pin() -> None:
+        kept.append(device.allocate_host(8))
+
+    for act in (memory.close, host.close, pinned.close, pin):
         device.note_served(stream.handle)
         fake().fake_hold(stream.handle)
         before = [fake().fake_count(name) for name in WAIT_IN_THE_DRIVER]
