@@ -74,6 +74,8 @@ _ADVICE = {
     "CUDA_ERROR_CONTEXT_IS_DESTROYED": "the device was closed or reset",
 }
 
+# Calls that wait for all running kernels, and keep other threads from copies meanwhile. Those that
+# allocate or pin memory do not.
 _WAIT_FOR_KERNELS = ("cuMemFree", "cuMemFreeHost", "cuMemHostUnregister")
 
 # Results of the extension's calls: those of the driver, and our own.
@@ -460,8 +462,8 @@ class Context:
                 self._forget_served(event)
             else:
                 _log.warning(
-                    "memory of cuda:%d is released or pinned, or code loaded, while a kernel waits "
-                    "for the host, which has run for more than %.0f s: its batches may fail",
+                    "memory of cuda:%d is released, or code loaded, while a kernel that waits for "
+                    "the host has run for more than %.0f s: its batches may fail",
                     self.ordinal,
                     waited,
                 )
@@ -509,7 +511,7 @@ class Context:
         free, total = self.call("cuMemGetInfo")
         return int(free), int(total)
 
-    # Memory. Frees, and calls about pinned memory, may wait for every running kernel.
+    # Memory. Frees and unregistrations wait for every running kernel: call them when idle.
 
     def allocate(self, nbytes: int) -> int:
         """Uninitialized device memory; returns its address."""
@@ -525,7 +527,6 @@ class Context:
         """Uninitialized pinned host memory with one address for the host and all GPUs."""
         cuda = _cuda()
         flags = cuda.CU_MEMHOSTALLOC_PORTABLE | cuda.CU_MEMHOSTALLOC_DEVICEMAP
-        self.outlast_served()
         with self:
             doing = f"pinning {nbytes} bytes of host memory"
             address = int(_call("cuMemHostAlloc", nbytes, flags, doing=doing))
@@ -640,7 +641,6 @@ class Context:
                     "a mapped file in place"
                 )
             flags |= cuda.CU_MEMHOSTREGISTER_READ_ONLY
-        self.outlast_served()
         kind = "read-only" if read_only else "writable"
         doing = f"registering {nbytes} {kind} bytes of host memory at {address:#x}"
         with self:
