@@ -146,6 +146,9 @@ def check_calls_that_wait_in_the_driver_wait_for_served_kernels_first() -> None:
     for _ in range(100):
         device.note_served(None)
     assert fake().fake_count(b"cuEventCreate") <= made + 2
+    destroyed = fake().fake_count(b"cuEventDestroy")
+    device.close()
+    assert fake().fake_count(b"cuEventDestroy") > destroyed + 1
 
 
 def check_a_served_kernel_that_does_not_end_is_logged() -> None:

@@ -229,6 +229,11 @@ class Context:
         """Give the primary context back. May be called twice."""
         with self._lock:
             if self.usable:
+                for event in (*self._served, *self._spare_events):
+                    with contextlib.suppress(DeviceError):  # the GPU is lost
+                        self.call("cuEventDestroy", event)
+                self._served.clear()
+                self._spare_events.clear()
                 self._open = False
                 _call("cuDevicePrimaryCtxRelease", self._device)
 
@@ -469,7 +474,7 @@ class Context:
                 )
 
     def _forget_served(self, event: int) -> None:
-        # Another thread may have seen it done, too. Events are never destroyed, as it may look yet.
+        # Another thread may have seen it done, too, or look yet: the event is kept until the end.
         if self._served.pop(event, True) is None:
             self._spare_events.append(event)
 
