@@ -30,11 +30,11 @@ _OF_LONGER, _SERIAL, _POSIX = 0.9, 1.5, 1.0
 _PAPER = "1.84 of BaM (CAM figure 10)"
 
 
-def measure(bench: Bench, side: int, panel: int, slab: int, storages: str) -> None:
+def measure(bench: Bench, side: int, panel: int, slab: int, storages: list[str]) -> None:
     """Multiply matrices of some side in each storage."""
     bench.torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        for storage in (each.strip() for each in storages.split(",")):
+        for storage in storages:
             _Gemm(bench, side, panel, slab, storage).measure()
     finally:
         bench.torch.backends.cuda.matmul.allow_tf32 = False

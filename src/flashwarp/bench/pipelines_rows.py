@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import flashwarp as fw
-from flashwarp.bench.pipelines_base import STORAGES, Bench, Cost, Data
+from flashwarp.bench.pipelines_base import Bench, Cost, Data
 from flashwarp.bench.pipelines_host import Ahead
 from flashwarp.config import parse_bytes
 from flashwarp.probe import disk
@@ -62,14 +62,14 @@ class _Call(NamedTuple):
     found: Callable[[], Any]
 
 
-def measure(bench: Bench, data: Data, sizes: str, batch: int) -> None:
+def measure(bench: Bench, data: Data, sizes: str, batch: int, storages: list[str]) -> None:
     """Measure rows of each size from each storage."""
     link = measure_link(bench.device).to_gpu / 1e9 if bench.on_gpu else 0.0
     if link:
         bench.add("copy engine, pinned memory", link, "GB/s", footprint=128 << 20)
     program = fw.compile(_KERNELS, bench.device)
     for row_bytes in (parse_bytes(size.strip()) for size in sizes.split(",")):
-        for storage in STORAGES:
+        for storage in storages:
             if storage == "O_DIRECT" and not _takes_direct(data, row_bytes):
                 continue
             _Rows(bench, data, program, storage, row_bytes, batch, link).measure()

@@ -30,9 +30,9 @@ _POSIX = 1.5  # pieces of 16 KiB
 _PAPER = "1.5 of POSIX (CAM figure 10a)"
 
 
-def measure(bench: Bench, keys: int, run: int, tile: int, storages: str) -> None:
+def measure(bench: Bench, keys: int, run: int, tile: int, storages: list[str]) -> None:
     """Sort keys in each storage; `run` and `tile` are numbers of keys."""
-    for storage in (each.strip() for each in storages.split(",")):
+    for storage in storages:
         _Sort(bench, keys, run, tile, storage).measure()
     ours, posix = code_lines(sorting.sort), code_lines(_Sort.by_posix, _Sort._ahead, _Sort._behind)
     bench.add(
