@@ -2,9 +2,9 @@
 //
 // Kernels' batches need it, because their buffers are known from the regions only. No other thread
 // of the engine calls CUDA. While a kernel runs that waits for a batch, no thread of the program
-// may make a call of CUDA that waits for the device while it holds the driver, such as cuMemFree or
-// the load of a module: this thread would wait for it, and the kernel for this thread. The time
-// limit of the kernel's wait ends that with an error.
+// may make a call of CUDA that waits for the device while it holds the driver, such as cuMemFree:
+// this thread would wait for it, and the kernel for this thread. The time limit of the kernel's
+// wait ends that with an error. The library's own calls wait for the kernel first (_jit/driver.py).
 #pragma once
 
 #include <condition_variable>

@@ -108,6 +108,8 @@ def test_parts_and_ways_that_are_none_are_refused(tmp_path):
         small(tmp_path, parts="rows,row")
     with pytest.raises(ArgumentError, match="'fast' is none of default"):
         small(tmp_path, parts="rows", ways="fast")
+    with pytest.raises(ArgumentError, match="'disk' is none of memory"):
+        small(tmp_path, parts="rows", storages="memory,disk")
 
 
 def test_lines_are_counted():

@@ -7,8 +7,10 @@ so is what each failure becomes. What arrays make of such calls is in `array/tes
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +57,9 @@ __global__ void fw_probe(const __grid_constant__ probe_params p) {
   ((unsigned long long*)p.report)[3] = p.value;
 }
 """
+
+
+WAIT_IN_THE_DRIVER = (b"cuMemFree", b"cuMemFreeHost", b"cuMemHostUnregister")
 
 
 class ProbeParams(ctypes.Structure):
@@ -116,6 +121,52 @@ def check_registration_asks_for_what_a_mapped_file_needs() -> None:
     frozen.close()
 
     assert fake().fake_live_allocations() == before
+
+
+def check_calls_that_wait_in_the_driver_wait_for_served_kernels_first() -> None:
+    """A call that holds the driver until kernels end would keep the threads that serve them off."""
+    device = CudaDevice(0)
+    memory, host = device.allocate(1000), device.allocate_host(1000)
+    pinned = device.register_host(1 << 20, 8192, read_only=False)
+    stream = device.create_stream()
+    for act in (memory.close, host.close, pinned.close):
+        device.note_served(stream.handle)
+        fake().fake_hold(stream.handle)
+        before = [fake().fake_count(name) for name in WAIT_IN_THE_DRIVER]
+        calling = threading.Thread(target=act)
+        calling.start()
+        calling.join(0.05)
+        assert calling.is_alive()
+        assert [fake().fake_count(name) for name in WAIT_IN_THE_DRIVER] == before
+        fake().fake_hold(0)
+        calling.join(20)
+        assert not calling.is_alive()
+        after = [fake().fake_count(name) for name in WAIT_IN_THE_DRIVER]
+        assert sum(after) == sum(before) + 1
+    made = fake().fake_count(b"cuEventCreate")
+    for _ in range(100):
+        device.note_served(None)
+    assert fake().fake_count(b"cuEventCreate") <= made + 2
+    destroyed = fake().fake_count(b"cuEventDestroy")
+    device.close()
+    assert fake().fake_count(b"cuEventDestroy") > destroyed + 1
+
+
+def check_a_served_kernel_that_does_not_end_is_logged() -> None:
+    device = CudaDevice(0)
+    memory = device.allocate(1000)
+    device.note_served(None)
+    fake().fake_hold(device.own_stream())
+    driver.SERVED_S = 0.05
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger(driver.__name__).addHandler(handler)
+
+    memory.close()
+
+    assert fake().fake_count(b"cuMemFree") == 1
+    assert ["its batches may fail" in each.getMessage() for each in records] == [True]
 
 
 def check_registration_that_fails_names_range_and_reason() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,9 @@ from flashwarp.errors import ArgumentError, DeviceTimeout
 from flashwarp.pipeline.device_calls import DeviceCalls
 from flashwarp.pipeline.engine import BatchEngine, Ring
 from flashwarp.storage import Memory
+from flashwarp.testing import Faulty
 
-# On an H200 the first of these kernels waited until its process was ended.
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skip(reason="such kernels wait without end on a GPU; Pipeline refuses them there"),
-]
+pytestmark = pytest.mark.gpu
 
 ROWS, WIDTH = 10_000, 256
 
@@ -127,6 +125,8 @@ def test_a_launch_streams_rows_through_two_buffers(
     buffers = device.allocate(2 * n * WIDTH * 4)
     failed = device.allocate(8)
 
+    # The ids are lost at once: their memory must not be freed under the kernel, which would keep
+    # the engine from the driver.
     program["double_rows"](calls, placed(device, ids), n, batches, buffers, WIDTH, failed, warps=64)
 
     assert fetched(device, failed, np.uint64, 1)[0] == 0
@@ -178,3 +178,97 @@ def test_what_a_kernel_cannot_do_is_raised(
             assert fetched(device, out, np.uint64, 1)[0] == 0
         calls.check()
         calls.close()
+
+
+def test_memory_comes_and_goes_while_a_kernel_waits(
+    device: CudaDevice, program: fw.Program, storage: Memory
+) -> None:
+    n = 300
+    ids = placed(device, np.arange(n))
+    buffers, failed, lost = (
+        device.allocate(2 * n * WIDTH * 4),
+        device.allocate(8),
+        device.allocate(1 << 20),
+    )
+    expected = rows_of(storage)
+    expected[:n] *= 2
+    slow = Faulty(storage, "read delay=300000us n=1,2,3")
+    with BatchEngine(
+        device, slow, rows=ROWS, row_bytes=4 * WIDTH, batch_rows=512,
+        directions=("prefetch", "write_back"), ring=Ring(1 << 18, 4), copies=True, timeout_s=5,
+    ) as engine:  # fmt: skip
+        calls = DeviceCalls(engine, "int32")
+        program["double_rows"](calls, ids, n, 1, buffers, WIDTH, failed, warps=64)
+        assert not device.done(None)
+        kept = device.allocate(1 << 20), device.allocate_host(1 << 20)
+        # Inside the driver this would wait for the kernel.
+        lost.close()
+        assert device.done(None)
+        for each in kept:
+            each.close()
+        assert fetched(device, failed, np.uint64, 1)[0] == 0
+        calls.check()
+        calls.close()
+    np.testing.assert_array_equal(rows_of(storage), expected)
+
+
+def test_closing_waits_for_the_kernel(
+    device: CudaDevice, program: fw.Program, storage: Memory
+) -> None:
+    n = 300
+    ids = placed(device, np.arange(n))
+    buffers, failed = device.allocate(2 * n * WIDTH * 4), device.allocate(8)
+    slow = Faulty(storage, "read delay=300000us n=1")
+    with BatchEngine(
+        device, slow, rows=ROWS, row_bytes=4 * WIDTH, batch_rows=512,
+        directions=("prefetch", "write_back"), ring=Ring(1 << 18, 4), copies=True, timeout_s=5,
+    ) as engine:  # fmt: skip
+        calls = DeviceCalls(engine, "int32")
+        program["double_rows"](calls, ids, n, 1, buffers, WIDTH, failed, warps=64)
+        calls.close()
+        assert device.done(None)
+    assert fetched(device, failed, np.uint64, 1)[0] == 0
+
+
+def test_a_storage_that_fails_fails_rows_of_one_batch(
+    device: CudaDevice, program: fw.Program, storage: Memory
+) -> None:
+    batches, n = 3, 100
+    ids = np.random.default_rng(4).permutation(ROWS)[: batches * n]
+    to, failed = device.allocate(ids.size * WIDTH * 4), device.allocate(8)
+    broken = Faulty(storage, "read eio n=5")
+    with BatchEngine(
+        device, broken, rows=ROWS, row_bytes=4 * WIDTH, batch_rows=n, workers=1,
+        ring=Ring(1 << 18, 4), copies=True, timeout_s=5,
+    ) as engine:  # fmt: skip
+        calls = DeviceCalls(engine, "int32")
+        program["gather_by_blocks"](
+            calls, placed(device, ids), n, batches, to, WIDTH, failed, warps=8
+        )
+        assert fetched(device, failed, np.uint64, 1)[0] == 1
+        found = fetched(device, to, np.int32, ids.size * WIDTH).reshape(-1, WIDTH)
+        wrong = (found != rows_of(storage)[ids]).any(axis=1)
+        assert wrong.sum() == 1
+        assert not found[wrong].any()
+        calls.check()
+        calls.close()
+
+
+def test_kernels_start_batches_of_a_pipeline(
+    tmp_path: Path, device: CudaDevice, program: fw.Program
+) -> None:
+    n, batches = 200, 4
+    values = np.random.default_rng(6).integers(-1000, 1000, (ROWS, WIDTH), np.int32)
+    ids = np.random.default_rng(7).permutation(ROWS)[: n * batches].astype(np.int64)
+    values.tofile(tmp_path / "rows")
+    with fw.open(tmp_path / "rows", "r+", "i4", (ROWS, WIDTH), device=device, cache="1 MiB") as x:
+        buffers, failed = device.allocate(2 * n * WIDTH * 4), device.allocate(8)
+        with fw.Pipeline(x, n) as p:
+            for _ in range(2):
+                program["double_rows"](
+                    p, placed(device, ids), n, batches, buffers, WIDTH, failed, warps=64
+                )
+            assert fetched(device, failed, np.uint64, 1)[0] == 0
+            p.check()
+        values[ids] *= 4
+        np.testing.assert_array_equal(x[:], values)

@@ -321,3 +321,34 @@ def test_kernels_append_to_files(device: CudaDevice, tmp_path: Path) -> None:
         assert file.size == 20_000
     assert not failed.copy_to_host()[0]
     assert sorted(np.fromfile(tmp_path / "f", np.uint32)) == list(range(5000))
+
+
+@jit
+def add_one(p: Any, ids: Any, rows: Any, failed: Any) -> None:
+    p.prefetch(ids, ids.size, rows)
+    lost = p.prefetch_synchronize()
+    for i in range(cuda.grid(1), rows.size, cuda.gridsize(1)):
+        rows[i] += 1
+    p.write_back(ids, ids.size, rows)
+    lost += p.write_back_synchronize()
+    if cuda.grid(1) == 0:
+        failed[0] = lost
+
+
+def test_kernels_start_batches_of_a_pipeline(tmp_path: Path, device: CudaDevice) -> None:
+    values = np.random.default_rng(4).integers(0, 1000, (5000, 300)).astype(np.float32)
+    np.save(tmp_path / "rows.npy", values)
+    ids = np.random.default_rng(5).permutation(5000)[:700]
+    rows = cuda.device_array(700 * 300, np.float32)
+    failed = cuda.to_device(np.full(1, 9, np.uint64))
+    on_device = cuda.to_device(ids)
+    with fw.open(tmp_path / "rows.npy", "r+", device=device, cache="1 MiB") as x:
+        with fw.Pipeline(x, 700) as p:
+            stream = cuda.stream()
+            cuda.synchronize()
+            add_one[8, 128, stream](p.device_calls, on_device, rows, failed)
+            stream.synchronize()
+            p.check()
+        assert failed.copy_to_host()[0] == 0
+        values[ids] += 1
+        np.testing.assert_array_equal(x[:], values)

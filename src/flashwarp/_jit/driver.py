@@ -14,6 +14,8 @@ import contextlib
 import enum
 import functools
 import importlib
+import itertools
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -33,6 +35,8 @@ from flashwarp.errors import (
     DeviceTimeout,
     ForkError,
 )
+
+_log = logging.getLogger(__name__)
 
 # Ways out of the errors that users can cause. Other errors carry CUDA's own description.
 _ADVICE = {
@@ -70,6 +74,10 @@ _ADVICE = {
     "CUDA_ERROR_CONTEXT_IS_DESTROYED": "the device was closed or reset",
 }
 
+# Calls that wait for all running kernels, and keep other threads from copies meanwhile. Those that
+# allocate or pin memory do not.
+_WAIT_FOR_KERNELS = ("cuMemFree", "cuMemFreeHost", "cuMemHostUnregister")
+
 # Results of the extension's calls: those of the driver, and our own.
 _INVALID_HANDLE = 400
 _NOT_READY = 600
@@ -79,6 +87,9 @@ _CAPTURED = -2
 
 ORDER_S = 60.0
 """The longest wait for the library's own stream before a launch into a capture."""
+
+SERVED_S = 60.0
+"""The longest wait for a kernel that host threads serve, before a call that would disturb it."""
 
 
 def _import(module: str) -> Any:
@@ -193,6 +204,9 @@ class Context:
             "cuDevicePrimaryCtxRetain", self._device, doing=f"opening cuda:{ordinal}"
         )
         self._open = True
+        # Events at the ends of launches that wait for the host, and such that are free again.
+        self._served: dict[int, None] = {}
+        self._spare_events: list[int] = []
         try:
             self.calls = _native.CudaContext(int(self._handle))
         except RuntimeError as error:
@@ -215,6 +229,11 @@ class Context:
         """Give the primary context back. May be called twice."""
         with self._lock:
             if self.usable:
+                for event in (*self._served, *self._spare_events):
+                    with contextlib.suppress(DeviceError):  # the GPU is lost
+                        self.call("cuEventDestroy", event)
+                self._served.clear()
+                self._spare_events.clear()
                 self._open = False
                 _call("cuDevicePrimaryCtxRelease", self._device)
 
@@ -411,9 +430,53 @@ class Context:
 
         def release() -> None:
             if self.usable:
+                if name in _WAIT_FOR_KERNELS:
+                    self.outlast_served()
                 self.call(name, handle)
 
         return release
+
+    # Kernels that host threads serve by calls of the driver, as kernels' batches are served.
+
+    def note_served(self, stream: int) -> None:
+        """Note that a kernel which host threads serve was launched, at the end of a stream.
+
+        One that becomes part of a CUDA graph is not noted.
+        """
+        if self.capture(stream) is not None:
+            return
+        for event in itertools.islice(tuple(self._served), 2):
+            if self.event_done(event):
+                self._forget_served(event)
+        event = self._spare_events.pop() if self._spare_events else self.create_event(timing=False)
+        self.record(event, stream)
+        self._served[event] = None
+
+    def outlast_served(self) -> None:
+        """Wait for the noted kernels, before a call that waits for kernels and holds the driver.
+
+        The threads that serve such a kernel could not call the driver meanwhile, and its waits
+        would run out of time.
+        """
+        for event in tuple(self._served):
+            try:
+                waited = until(functools.partial(self.event_done, event), SERVED_S)
+            except DeviceError:  # the GPU is lost, as the call that follows will say
+                return
+            if waited is None:
+                self._forget_served(event)
+            else:
+                _log.warning(
+                    "memory of cuda:%d is released, or code loaded, while a kernel that waits for "
+                    "the host has run for more than %.0f s: its batches may fail",
+                    self.ordinal,
+                    waited,
+                )
+
+    def _forget_served(self, event: int) -> None:
+        # Another thread may have seen it done, too, or look yet: the event is kept until the end.
+        if self._served.pop(event, True) is None:
+            self._spare_events.append(event)
 
     # Properties of the device.
 
@@ -462,7 +525,7 @@ class Context:
         free, total = self.call("cuMemGetInfo")
         return int(free), int(total)
 
-    # Memory. Frees and unregistrations may wait for every running kernel: call them when idle.
+    # Memory. Frees and unregistrations wait for every running kernel: call them when idle.
 
     def allocate(self, nbytes: int) -> int:
         """Uninitialized device memory; returns its address."""
@@ -531,6 +594,7 @@ class Context:
     def unmap_exported(self, address: int, nbytes: int) -> None:
         """End a mapping of `allocate_exported` or `map_exported`."""
         if self.usable:
+            self.outlast_served()
             self.call("cuMemUnmap", address, nbytes)
             self.call("cuMemAddressFree", address, nbytes)
 
@@ -774,6 +838,7 @@ class Module:
     def __init__(self, context: Context, cubin: bytes, names: Sequence[str]) -> None:
         self._context = context
         self._resident: dict[tuple[str, int], int] = {}
+        context.outlast_served()
         with context:
             self._handle = _call("cuModuleLoadData", cubin, doing="loading the compiled kernels")
             try:
@@ -784,6 +849,7 @@ class Module:
 
     def close(self) -> None:
         """Unloads the kernels; none of them may be running."""
+        self._context.outlast_served()
         self._context.call("cuModuleUnload", self._handle)
 
     def _load(self, name: str) -> Kernel:

@@ -19,7 +19,7 @@ from flashwarp.bench import (
     pipelines_sort,
     pipelines_where,
 )
-from flashwarp.bench.pipelines_base import Bench, Data
+from flashwarp.bench.pipelines_base import STORAGES, Bench, Data
 from flashwarp.config import parse_bytes
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError
@@ -44,7 +44,7 @@ def run(
     keys: Annotated[float, "Millions of keys to sort; 0: 256, 0.25 on the CPU device."] = 0.0,
     side: Annotated[int, "Of the matrices; 0: 16384, 128 on the CPU device."] = 0,
     storages: Annotated[
-        str, "Where features, keys and matrices are: memory, page cache and O_DIRECT."
+        str, "Where rows, features, keys and matrices are: memory, page cache and O_DIRECT."
     ] = "memory,page cache,O_DIRECT",
     ways: Annotated[str, "Ways of pipelines: default, without SMs."] = "default,without SMs",
     runs: Annotated[int, "How often each way is measured."] = 3,
@@ -56,6 +56,11 @@ def run(
         raise ArgumentError(f"parts={parts!r}: {unknown[0]!r} is none of {', '.join(PARTS)}")
     where = resolve(device)
     on_gpu = where.kind == "cuda"
+    kinds = [name.strip() for name in storages.split(",")]
+    if unknown := [name for name in kinds if name not in STORAGES]:
+        raise ArgumentError(
+            f"storages={storages!r}: {unknown[0]!r} is none of {', '.join(STORAGES)}"
+        )
     nbytes = parse_bytes(size or ("4 GiB" if on_gpu else "16 MiB"))
     batch_bytes = parse_bytes(batch or ("256 MiB" if on_gpu else "2 MiB"))
     report = Report(
@@ -64,6 +69,7 @@ def run(
         {
             "parts": parts,
             "ways": ways,
+            "storages": storages,
             "size": nbytes,
             "batch": batch_bytes,
             "steps": steps,
@@ -76,13 +82,13 @@ def run(
     count = int((keys or (256 if on_gpu else 0.25)) * 2**20)
     length = side or (16384 if on_gpu else 128)
     measures: dict[str, Callable[[], None]] = {
-        "rows": lambda: pipelines_rows.measure(bench, data, rows, batch_bytes),
+        "rows": lambda: pipelines_rows.measure(bench, data, rows, batch_bytes, kinds),
         "gnn": lambda: pipelines_gnn.measure(
-            bench, nbytes, dims, models, storages, seeds or (8000 if on_gpu else 64), steps
+            bench, nbytes, dims, models, kinds, seeds or (8000 if on_gpu else 64), steps
         ),
-        "sort": lambda: pipelines_sort.measure(bench, count, count // 8, count // 32, storages),
+        "sort": lambda: pipelines_sort.measure(bench, count, count // 8, count // 32, kinds),
         "where": lambda: pipelines_where.measure(bench, data),
-        "gemm": lambda: pipelines_gemm.measure(bench, length, length // 2, length // 16, storages),
+        "gemm": lambda: pipelines_gemm.measure(bench, length, length // 2, length // 16, kinds),
         "overlap": lambda: pipelines_overlap.measure(bench, data, batch_bytes, steps),
     }
     with contextlib.closing(bench):

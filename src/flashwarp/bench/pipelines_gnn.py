@@ -39,7 +39,7 @@ _PAPER = "up to 1.84 of serial (CAM figure 9)"
 
 
 def measure(
-    bench: Bench, nbytes: int, dims: str, models: str, storages: str, batch: int, steps: int
+    bench: Bench, nbytes: int, dims: str, models: str, storages: list[str], batch: int, steps: int
 ) -> None:
     """Train each model on features of each width from each storage."""
     for dim in (int(each) for each in dims.split(",")):
@@ -47,7 +47,7 @@ def measure(
             raise ArgumentError(f"dims={dims!r}: {dim} is no multiple of {_DIM_MIN}, as disks need")
         data = _Features(bench, max(batch, nbytes // (4 * dim)), dim)
         with data.sampler() as sampler:
-            for storage in (each.strip() for each in storages.split(",")):
+            for storage in storages:
                 with data.open(storage) as features:
                     for model in (each.strip() for each in models.split(",")):
                         job = _Job(bench, data, sampler, features, model, storage, batch, steps)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import flashwarp as fw
-from flashwarp.bench.pipelines_base import STORAGES, Bench, Cost, Data
+from flashwarp.bench.pipelines_base import Bench, Cost, Data
 from flashwarp.bench.pipelines_host import Ahead
 from flashwarp.config import parse_bytes
 from flashwarp.probe import disk
@@ -32,6 +32,7 @@ _FROM_COPIES = 64 << 10  # rows whose default is copies, if the ids are on the h
 _DISK_BATCH = 64 << 20
 _SMALLEST_DIRECT = 4096
 _PULL_WARPS = 256  # of eight multiprocessors with 1024 threads each
+_BATCH_WARPS = 8  # of the kernel that starts batches: a block
 _SENT_MAX = 1 << 14
 _THREADS = (1, 4, 8, 12)
 _SWEPT = 4096
@@ -61,14 +62,14 @@ class _Call(NamedTuple):
     found: Callable[[], Any]
 
 
-def measure(bench: Bench, data: Data, sizes: str, batch: int) -> None:
+def measure(bench: Bench, data: Data, sizes: str, batch: int, storages: list[str]) -> None:
     """Measure rows of each size from each storage."""
     link = measure_link(bench.device).to_gpu / 1e9 if bench.on_gpu else 0.0
     if link:
         bench.add("copy engine, pinned memory", link, "GB/s", footprint=128 << 20)
     program = fw.compile(_KERNELS, bench.device)
     for row_bytes in (parse_bytes(size.strip()) for size in sizes.split(",")):
-        for storage in STORAGES:
+        for storage in storages:
             if storage == "O_DIRECT" and not _takes_direct(data, row_bytes):
                 continue
             _Rows(bench, data, program, storage, row_bytes, batch, link).measure()
@@ -155,6 +156,7 @@ class _Rows:
         for threads in self._threads() if "without SMs" in self.bench.ways else ():
             name = f"ours without SMs, {threads} threads"
             yield self._pipelined(array, name, self.batches, sms=0, workers=threads)
+        yield self._by_kernel(array)
 
     def _threads(self) -> tuple[int, ...]:
         most = self.bench.threads
@@ -174,10 +176,35 @@ class _Rows:
             right = [bench.rows_right(rows, ids) for rows, ids in pipeline.iterate(batches[:3])]
             told = pipeline.explain()
         note = f"{told.multiprocessors} SMs, {told.host_threads} threads; array {told.array}"
+        # Beside those that move rows there is one that polls.
+        threads = told.host_threads - (told.way in ("ring", "workers"))
         return _Way(
-            f"{name} ({told.way})", self._rate(cost), cost, all(right), note, told.way,
-            told.host_threads,
-        )  # fmt: skip
+            f"{name} ({told.way})", self._rate(cost), cost, all(right), note, told.way, threads
+        )
+
+    def _by_kernel(self, array: fw.Array) -> _Way:
+        """Batches that a kernel of one block starts, and host threads serve."""
+        bench, torch, words = self.bench, self.bench.torch, self.row_bytes // 4
+        ids = torch.cat(self.batches)
+        buffers = torch.empty((2, self.rows, words), dtype=torch.int32, device=bench.place)
+        failed = torch.zeros(1, dtype=torch.int64, device=bench.place)
+        with fw.Pipeline(array, self.rows, stream=bench.stream) as pipeline:
+            calls, many = pipeline.device_calls, len(self.batches)
+
+            def stream() -> None:
+                self.program["stream_batches"](
+                    calls, ids, self.rows, many, buffers, words, failed, warps=_BATCH_WARPS
+                )
+
+            cost = bench.median_cost(stream)
+            calls.check()
+            right = int(failed) == 0 and all(
+                bench.rows_right(buffers[number % 2], self.batches[number])
+                for number in range(max(0, many - 2), many)
+            )
+            threads = calls.engine.worker_limits[1]
+        note = f"{threads} threads; the kernel waits in one block"
+        return _Way("ours, of a kernel", self._rate(cost), cost, right, note, "ring", threads)
 
     def _rate(self, cost: Cost) -> float:
         return len(self.batches) * self.nbytes / cost.seconds / 1e9

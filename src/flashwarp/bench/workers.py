@@ -201,13 +201,15 @@ def measure(report: Report, source: Source, rows: int, seconds: float) -> None:
             fixed[high].cpu_s / (rows * total) * 1e6,
         )
     )
+    # A count that follows the load down is the fewest there.
     report.add(
         Row(
-            f"{source.name}: workers in the step with most compute",
-            dynamic.workers[_STEPS.index(max(_STEPS))],
-            "workers",
-            "the fewest",
+            f"{source.name}: the fewest workers",
             low,
+            "workers",
+            "those of the step with most compute",
+            dynamic.workers[_STEPS.index(max(_STEPS))],
+            1.0,
         )
     )
 

@@ -473,6 +473,12 @@ class Device(endings.Closing, ABC):
         """Return the handle of the library's own stream, to wait for it."""
         return 0
 
+    def note_served(self, stream: int | None) -> None:
+        """Note that a kernel which host threads serve was launched, at the end of a stream.
+
+        Until it has ended, calls that would keep those threads from the driver wait for it.
+        """
+
     @abstractmethod
     def create_stream(self) -> OwnedStream:
         """Create a stream for work beside the library's own; it waits for no other stream."""

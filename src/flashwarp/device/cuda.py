@@ -333,6 +333,9 @@ class CudaDevice(Device):
     def own_stream(self) -> int:
         return self._stream.handle
 
+    def note_served(self, stream: int | None) -> None:
+        self.context.note_served(self._stream.handle if stream is None else stream)
+
     def view(self, array: object) -> ArrayView:
         seen = super().view(array)
         if seen.library not in ("numpy", "torch"):

@@ -57,7 +57,8 @@ class DeviceCalls(endings.Closing):
 
     While a kernel waits for a batch on a GPU, the engine calls the driver for it. So no thread of
     the program may then make a call that waits for the device while it holds the driver, such as
-    cudaFree or the loading of a module: the kernel's wait would run out of time.
+    cudaFree or the loading of a module: the kernel's wait would run out of time. The library's own
+    calls of this kind wait for the kernel first.
     """
 
     def __init__(
@@ -198,8 +199,9 @@ class DeviceCalls(endings.Closing):
         """Free the memory. No kernel may use it any more. May be called twice."""
         if not self._closed:
             self._closed = True
-            self.engine.kernels_end()
+            # First, which waits for kernels that run.
             self._free()
+            self.engine.kernels_end()
 
     def _free(self) -> None:
         for memory in self._memory:

@@ -13,7 +13,7 @@ class PipelineExplanation:
     """By which way batches move, and why; `str` gives a text for people."""
 
     way: str
-    """"pull", "copies", "ring" or "direct"."""
+    """"pull", "copies", "ring", "direct" or "workers"."""
     reason: str
     multiprocessors: int
     """How many move rows, at most."""

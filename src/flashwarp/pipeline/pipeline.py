@@ -451,16 +451,9 @@ class Pipeline(endings.Closing):
         Raises
         ------
         DataPathError
-            If the host's threads do not reach the storage, or for an array on a GPU: there, such
-            kernels have been seen to wait without end.
+            If the host's threads do not reach the storage.
         """
         self._check_usable()
-        if isinstance(self.array.device, CudaDevice):
-            raise DataPathError(
-                "kernels of a GPU cannot start batches yet, because such kernels have been seen to "
-                "wait without end: call prefetch(ids) with ids that the kernel has written, in the "
-                "order of its stream"
-            )
         if self._kernels is None:
             self._kernels = KernelBatches(self.array, self.batch_rows, self.depth, **self._settings)
         return self._kernels.calls

@@ -39,13 +39,14 @@ __all__ = ["Launch", "Param", "arrays_of", "parse_signature"]
 class Launch:
     """Orders one launch with the work of other libraries, if it uses their arrays."""
 
-    __slots__ = ("_neighbours", "device", "handle", "stream")
+    __slots__ = ("_neighbours", "device", "handle", "served", "stream")
 
     def __init__(self, device: Device, stream: object) -> None:
         self.device = device
         self.stream = stream
         self.handle = None if stream is None or device.kind == "cpu" else stream_handle(stream)
         self._neighbours: dict[int, None] = {}
+        self.served = False  # whether host threads serve the kernel while it runs
 
     def view(self, array: object) -> ArrayView:
         """Describe an argument, and note the streams that may use it."""
@@ -65,6 +66,13 @@ class Launch:
 
         Unless the caller chose a stream, the libraries' next work waits for the launch.
         """
+        self._run(prepared, params, uses)
+        if self.served:
+            self.device.note_served(self.handle)
+
+    def _run(
+        self, prepared: devices.Launch, params: tuple[bytes, ...], uses: Sequence[object]
+    ) -> None:
         if self.device.kind == "cpu":
             prepared(params, None, uses)
             return
@@ -232,6 +240,7 @@ class _PipelineParam(Param):
                 f"{self.place} can write rows, but the pipeline only reads: write "
                 f"fw::pipeline<const {self.element}>"
             )
+        launch.served = True
         return _whole(self, calls.handle)
 
 

@@ -120,6 +120,9 @@ class _Launcher:
         # In one order everywhere, so that two launches never wait for each other.
         turns = [cache.turn for cache in sorted(caches, key=id)]
         endings.holding(turns, partial(self._launch, *args))
+        calls = next((arg for arg in args if isinstance(arg, DeviceCalls)), None)
+        if calls is not None:
+            calls.device.note_served(_handle(getattr(self._launch, "stream", 0)))
 
 
 _REGISTER_LIMIT = {"max_registers": 64}
