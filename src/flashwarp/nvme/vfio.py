@@ -332,8 +332,12 @@ class VfioService(Service):
                     count,
                     depth,
                     self.path,
-                    buffer_bytes=0 if data else line,
-                    drive=DriveSide(tuple(lease.ids), doorbells, bool(gpu and data)),
+                    buffer_bytes=line if data is None else 0,
+                    drive=DriveSide(
+                        tuple(lease.ids),
+                        doorbells,
+                        rings_on_device=self.on_gpu and data is not None,
+                    ),
                     timeout_s=config.current().timeout_s,
                 )
                 self._owned.callback(queues.close)

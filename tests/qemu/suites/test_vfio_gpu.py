@@ -24,12 +24,12 @@ from flashwarp.storage import Storage
 from qemu.machine import COMPILED
 from qemu.suites.commands import CommandsParams, load_kernel, words_of
 from qemu.suites.drives import drive
-from qemu.suites.machines import HOLDING, ROUGH
+from qemu.suites.machines import FAULTS, GOOD
 from support import fake_cuda
 from support.cuda_arrays import gpu
 from support.fake_cuda import NOT_PERMITTED, failing, fake
 
-MACHINE = ROUGH
+MACHINE = FAULTS
 
 BLOCK_BYTES = 4096
 BLOCKS_LOG2 = 10
@@ -73,7 +73,7 @@ def check_queue_pairs_of_a_gpu_move_data_through_buffers() -> None:
     frames = device.allocate(64 * BLOCK_BYTES)
     destination = Destination(device, BLOCK_BYTES, (frames.address, frames.nbytes))
     settings = {"queue_pairs": 2, "depth": 16, "allow_raw_writes": True}
-    with drive(HOLDING, **settings) as controller, controller.namespace(1) as namespace:
+    with drive(0, **settings) as controller, controller.namespace(GOOD) as namespace:
         service = controller.attach(namespace, destination)
 
         assert fake().fake_registered_flags() == 2 | 4  # DEVICEMAP, IOMEMORY
@@ -92,7 +92,7 @@ def check_queue_pairs_of_a_gpu_move_data_through_buffers() -> None:
 
 def check_arrays_of_a_gpu_say_how_data_goes() -> None:
     device = gpu()
-    with drive(HOLDING, queue_pairs=2) as controller, controller.namespace(1) as namespace:
+    with drive(0, queue_pairs=2) as controller, controller.namespace(GOOD) as namespace:
         with fw.open(
             namespace, "r", "u1", device=device, cache="64 KiB", controller=controller
         ) as x:
@@ -109,8 +109,8 @@ def check_refused_pieces_are_named_and_give_all_back() -> None:
     device = CudaDevice(0)
     frames = device.allocate(1 << 16)
     destination = Destination(device, BLOCK_BYTES, (frames.address, frames.nbytes))
-    with drive(HOLDING, queue_pairs=2, data_path="direct") as controller:
-        namespace = controller.namespace(1)
+    with drive(0, queue_pairs=2, data_path="direct") as controller:
+        namespace = controller.namespace(GOOD)
         before = fake().fake_live_allocations()
         with pytest.raises(ArgumentError, match=r"data_path='direct', but the drive.*iommufd does"):
             controller.attach(namespace, destination)
