@@ -228,7 +228,7 @@ class PullWay(CudaWay):
         return PipelineExplanation(
             self.name,
             f"warps of at most {self._sms} multiprocessors read rows beside the caller's kernels"
-            + (f", because {self._why_no_ring}" if self._why_no_ring else ""),
+            + (f", because {self._why_no_ring}" if self._why_no_ring else " (sms=0: host threads)"),
             self._sms,
             0,
             f"{found.path}: {found.reason}",
