@@ -120,6 +120,21 @@ def test_batches_of_all_sizes_arrive_ahead_of_their_use(read, content):
         assert seen == len(sizes)
 
 
+def test_a_loop_starts_batches_ahead_of_its_bodys_work(read):
+    x, options, _ = read
+    with fw.Pipeline(x, BATCH, **options) as p:
+        for _ in p.iterate([sample(), sample()]):
+            torch.cuda.synchronize()
+        for _ in p.iterate([sample() for _ in range(3)]):
+            torch.cuda._sleep(WAIT_CYCLES)
+            end = torch.cuda.Event()
+            end.record()
+            for ticket in p._reads:
+                ticket.wait(10)
+            assert not end.query(), "a batch has waited for the body's work"
+            break
+
+
 def test_ids_of_the_host_of_every_form(read, content):
     x, options, _ = read
     forms = [slice(100, 600), range(5, 5000, 11), [3, -1, 3], np.array([ROWS - 1]), []]

@@ -222,6 +222,11 @@ def test_an_array_that_closes_first(array: fw.Array) -> None:
     p.close()
 
 
+def test_a_loop_has_as_many_batches_in_flight_as_the_depth_allows(array: fw.Array) -> None:
+    with fw.Pipeline(array, 4, depth=2) as p:
+        assert [p.in_flight for _ in p.iterate([k] for k in range(5))] == [2, 2, 2, 1, 0]
+
+
 def test_a_loop_that_ends_early_leaves_nothing_in_flight(array: fw.Array) -> None:
     with fw.Pipeline(array, 4, depth=3) as p:
         for rows, _ in p.iterate([k] for k in range(100)):

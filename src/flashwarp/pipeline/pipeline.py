@@ -69,8 +69,8 @@ class Pipeline(endings.Closing):
         ids, at each call.
     sms : int, optional
         The most multiprocessors that move rows beside the caller's kernels. 0: host threads and
-        copy engines move them. Default: 4, which fill the link, if the GPU reads the rows in place,
-        and else 0.
+        copy engines move them, which costs cores instead. Default: 4, which fill the link, if the
+        GPU reads the rows in place, and else 0.
     workers : int or (int, int), optional
         Host threads, or their limits, between which they follow the load. Default: a quarter to a
         half of the storage's controllers, or of the cores if there is one. On the CPU device they

@@ -25,7 +25,7 @@ from flashwarp.pipeline.ticket import Ticket
 
 __all__ = ["CpuWay", "CudaWay", "PullWay", "Way"]
 
-# Multiprocessors whose loads fill PCIe 5: each has some 30 KB on their way, which take 2 us.
+# Multiprocessors whose loads fill PCIe 5: what one can have on its way is a quarter of the link.
 _SMS = 4
 # Those whose warps wait for commands.
 _WAITING_SMS = 8
@@ -228,7 +228,7 @@ class PullWay(CudaWay):
         return PipelineExplanation(
             self.name,
             f"warps of at most {self._sms} multiprocessors read rows beside the caller's kernels"
-            + (f", because {self._why_no_ring}" if self._why_no_ring else ""),
+            + (f", because {self._why_no_ring}" if self._why_no_ring else " (sms=0: host threads)"),
             self._sms,
             0,
             f"{found.path}: {found.reason}",
