@@ -17,10 +17,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,8 @@ from flashwarp.storage.file import Mapping as FileMapping
 from flashwarp.transfer import CopyEngine, Direction, Gatherer, Ticket
 
 __all__ = ["STAGING_BYTES_MIN", "move"]
+
+T = TypeVar("T")
 
 # So many bytes are read and copied at a time: a tenth of a millisecond of Python's lock each.
 # Pinning takes 0.5 ms for each MiB, so there are no more buffers than keep the copy engine busy.
@@ -216,8 +218,11 @@ def move(
     o_direct: bool | None,
     staging_bytes: int,
     progress: Progress,
-) -> None:
+    meanwhile: Callable[[], T],
+) -> T:
     """Bring the bytes of tensors to their places; blocks until all have arrived.
+
+    Returns what `meanwhile` returns, which is called while bytes arrive, and owns their memory.
 
     Raises
     ------
@@ -228,6 +233,7 @@ def move(
     """
     wanted = [each for each in contents if each.nbytes]
     with contextlib.ExitStack() as opened:
+        opened.callback(_nothing, meanwhile)  # a read that does not end still writes there
         shards: dict[str, list[Content]] = {}
         for each in wanted:
             shards.setdefault(each.path, []).append(each)
@@ -245,12 +251,17 @@ def move(
         before = tuple(each for each in streams if each is not None)
         mover = _Mover(device, chunks, most, staging_bytes, before)
         try:
-            mover.run(progress)
+            result = mover.run(progress, meanwhile)
         except BaseException:
             mover.leave(opened)
             raise
         for source in sources.values():
             source.check_unchanged()
+        return result
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 def _chunks(
@@ -331,18 +342,20 @@ class _Mover:
             for i in range(count)
         ]
 
-    def run(self, progress: Progress) -> None:
+    def run(self, progress: Progress, meanwhile: Callable[[], T]) -> T:
         """Start the threads and wait for them; raise what the first one failed with."""
         failure: BaseException | None = None
         try:
             for each in self._threads:
                 each.start()
+            result = meanwhile()
             self._collect(progress)
         except BaseException as error:  # Ctrl-C too: what runs must end before its memory is freed
             failure = error
         endings.uninterrupted(self._end)
         if failure is not None:
             raise failure
+        return result
 
     def _collect(self, progress: Progress) -> None:
         """Wait until all threads have ended, or one has failed."""
