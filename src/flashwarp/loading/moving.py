@@ -1,9 +1,11 @@
 """Bytes from files to tensors: threads read chunks, and the copy engine takes them on.
 
-Each thread has two pinned buffers: it reads into one while the other is copied. So reading, copying
-and the disk overlap, and the host memory in use is that of the buffers. A `Gatherer` does the work
-of the threads: it copies from the page cache by all cores, and has many direct reads in flight. On
-the CPU device what is in the page cache is read straight into the tensors.
+Each thread has two slots: it reads into the pinned buffer of one while that of the other is copied.
+So reading, copying and the disk overlap, and the host memory in use is that of the buffers. A
+`Gatherer` does the work of the threads: it has many direct reads in flight, and copies from the
+page cache by all cores. Of a chunk that is wholly in the page cache, the pages themselves are
+registered, and the copy engine reads them there. On the CPU device such a chunk is copied straight
+into the tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import contextlib
 import ctypes
 import enum
 import errno
+import itertools
+import logging
 import os
 import queue
 import threading
@@ -26,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwarp import _native, _waiting, config, endings
-from flashwarp.device import Device, DeviceMemory
-from flashwarp.errors import StorageError
+from flashwarp.device import CudaDevice, Device, DeviceMemory, Registration
+from flashwarp.errors import DeviceError, StorageError
 from flashwarp.loading.contents import Content
 from flashwarp.loading.places import Place
 from flashwarp.loading.progress import Progress
@@ -56,6 +60,10 @@ _GAP_BYTES = 64 << 10
 _RESIDENT = 0.5
 _PROGRESS_S = 0.05
 _COPY_PAUSE_S = 100e-6
+# The copy engine reads the page cache itself.
+_IN_PLACE = True
+
+_log = logging.getLogger(__name__)
 
 
 class _Piece(NamedTuple):
@@ -86,12 +94,14 @@ class _Source:
         self._stamp = stamp
         self.fd = opened.enter_context(files.open_for_reading(path)).fileno()
         self.direct_fd = -1
+        # The open file under any name: another one may get its path.
+        self._same = Path(f"/proc/self/fd/{self.fd}")
         self._mapping: FileMapping | None = None
         self._mapped: NDArray[np.uint8] | None = None
         self.check_unchanged()
         if stamp.nbytes and o_direct is not True:
             with contextlib.suppress(OSError, ValueError):
-                self._mapping = FileMapping(Path(path), stamp.nbytes)
+                self._mapping = FileMapping(self._same, stamp.nbytes)
                 opened.callback(self._mapping.close)
                 self._mapped = _view(self._mapping.address, stamp.nbytes)
         if o_direct is False:
@@ -105,7 +115,7 @@ class _Source:
                     writable=False,
                 )
             return
-        self.direct_fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        self.direct_fd = os.open(self._same, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         opened.callback(os.close, self.direct_fd)
         # Chunks are read in any order, which the kernel would take for the begin of a stream.
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -121,6 +131,11 @@ class _Source:
         if share == 1:
             return _Way.MAPPED
         return _Way.BUFFERED if self.direct_fd < 0 or share >= _RESIDENT else _Way.DIRECT
+
+    def address(self, offset: int) -> int:
+        """Return where a byte of the file is mapped; only for the way MAPPED."""
+        assert self._mapping is not None
+        return self._mapping.address + offset
 
     def check_unchanged(self) -> None:
         """Raise StorageError if the file was written or replaced since its header was read."""
@@ -296,22 +311,45 @@ def _add(pieces: list[_Piece], piece: _Piece) -> None:
     pieces.append(piece)
 
 
-class _Buffer:
-    """One buffer of a thread, and the copies that read it."""
+class _Slot:
+    """Memory of one chunk: a pinned buffer, or pages of its file; and the copy that reads it."""
 
-    def __init__(self, memory: DeviceMemory) -> None:
-        self.memory = memory
-        self.bytes = _view(memory.address, memory.nbytes)
-        self.copies: list[Ticket] = []
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device, self._nbytes = device, nbytes
+        self._memory: DeviceMemory | None = None
+        self._pages: Registration | None = None
+        self.copy: Ticket | None = None
+
+    def buffer(self) -> NDArray[np.uint8]:
+        """Return the buffer, which is allocated when it is first needed."""
+        if self._memory is None:
+            self._memory = self._device.allocate_host(self._nbytes)
+        return _view(self._memory.address, self._memory.nbytes)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Register pages of a file until the copy has ended; raises DeviceError."""
+        self._pages = self._device.register_host(address, nbytes, True)
 
     def wait(self, timeout_s: float) -> None:
         """Block until nothing reads it. Sleeps at once: other threads need Python's lock."""
-        for each in self.copies:
+        if self.copy is not None:
             clock = _waiting.Waited()
-            while not each.over() and clock.look() < timeout_s:
+            while not self.copy.over() and clock.look() < timeout_s:
                 time.sleep(_COPY_PAUSE_S)
-            each.wait(0)
-        self.copies.clear()
+            self.copy.wait(0)
+            self.copy = None
+        self._unpin()
+
+    def _unpin(self) -> None:
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
+
+    def close(self) -> None:
+        """Free it, after what still reads it."""
+        self._unpin()
+        if self._memory is not None:
+            self._memory.close()
 
 
 class _Mover:
@@ -331,6 +369,7 @@ class _Mover:
         self._streams = streams
         self._total = sum(piece.nbytes for chunk in chunks for piece in chunk.pieces)
         self._engine = CopyEngine(device) if device.kind == "cuda" and chunks else None
+        self._in_place = _IN_PLACE and isinstance(device, CudaDevice)
         self._gatherer = Gatherer(min(_CORES_MAX, config.cores()))
         self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._done: list[int] = []
@@ -414,58 +453,66 @@ class _Mover:
     # In the threads.
 
     def _thread(self) -> None:
-        buffers: list[_Buffer] = []
+        slots = [_Slot(self._device, self._chunk_bytes) for _ in range(2)]
         end: BaseException | None = None
         try:
-            self._work(buffers)
+            self._work(slots)
         except BaseException as error:
             end = error
-        for each in buffers:
+        for each in slots:
             try:
                 each.wait(self._limit_s)
             except BaseException as error:
                 end = end or error
-            each.memory.close()  # waits for what still reads it
+            each.close()
         self._ends.put(end)
 
-    def _work(self, buffers: list[_Buffer]) -> None:
-        turn = 0
-        while True:
+    def _work(self, slots: list[_Slot]) -> None:
+        for slot in itertools.cycle(slots):
             try:
                 chunk = self._chunks.popleft()
             except IndexError:
                 return
-            source = chunk.source
-            way = source.way(chunk.begin, chunk.end)
+            way = chunk.source.way(chunk.begin, chunk.end)
             if self._engine is None and way is not _Way.DIRECT:
                 for piece in chunk.pieces:
                     target = _view(piece.address, piece.nbytes)
-                    source.read(self._gatherer, target, piece.offset, piece.nbytes, way)
+                    chunk.source.read(self._gatherer, target, piece.offset, piece.nbytes, way)
                     self._done.append(piece.nbytes)
                 continue
-            if len(buffers) < 2:
-                turn = len(buffers)
-                buffers.append(_Buffer(self._device.allocate_host(self._chunk_bytes)))
-            buffer = buffers[turn]
-            turn = 1 - turn
-            buffer.wait(self._limit_s)
-            nbytes = chunk.end - chunk.begin
-            source.read(self._gatherer, buffer.bytes, chunk.begin, nbytes, way)
-            self._deliver(chunk, buffer)
+            slot.wait(self._limit_s)
+            memory = self._fill(slot, chunk, way)
+            self._deliver(slot, chunk, memory)
             self._done.append(sum(piece.nbytes for piece in chunk.pieces))
 
-    def _deliver(self, chunk: _Chunk, buffer: _Buffer) -> None:
+    def _fill(self, slot: _Slot, chunk: _Chunk, way: _Way) -> int:
+        """Bring a chunk to where the copy engine can read it; return where it begins there."""
+        source, nbytes = chunk.source, chunk.end - chunk.begin
+        if way is _Way.MAPPED and self._in_place:
+            address = source.address(chunk.begin)
+            try:
+                slot.pin(address, nbytes)
+            except DeviceError as error:
+                # A driver may refuse pages of some file systems; if the file was cut, to copy them
+                # fails, too.
+                self._in_place = False
+                _log.info("pages of %s are copied before a GPU reads them: %s", source.path, error)
+            else:
+                return address
+        buffer = slot.buffer()
+        source.read(self._gatherer, buffer, chunk.begin, nbytes, way)
+        return int(buffer.ctypes.data)
+
+    def _deliver(self, slot: _Slot, chunk: _Chunk, memory: int) -> None:
         targets = [piece.address for piece in chunk.pieces]
-        sources = [buffer.memory.address + p.offset - chunk.begin for p in chunk.pieces]
+        sources = [memory + piece.offset - chunk.begin for piece in chunk.pieces]
         sizes = [piece.nbytes for piece in chunk.pieces]
         if self._engine is None:
             for target, source, nbytes in zip(targets, sources, sizes, strict=True):
                 ctypes.memmove(target, source, nbytes)
             return
-        buffer.copies.append(
-            self._engine.copy_batch(
-                targets, sources, sizes, after=self._streams, direction=Direction.TO_DEVICE
-            )
+        slot.copy = self._engine.copy_batch(
+            targets, sources, sizes, after=self._streams, direction=Direction.TO_DEVICE
         )
 
 
