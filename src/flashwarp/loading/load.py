@@ -55,7 +55,7 @@ def load(
         "torch", "cupy" or "numpy". Default: torch if it is installed, else cupy for a GPU and numpy
         for the CPU.
     staging : int or str
-        Most bytes of pinned buffers; and of pages of the page cache that are pinned at a time.
+        Most bytes of pinned host memory.
     o_direct : bool, optional
         Read past the page cache (True), or through it (False). Default: what is in the page cache
         is read from there, and the rest past it, which leaves the page cache as it is.

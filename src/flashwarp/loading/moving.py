@@ -1,11 +1,11 @@
 """Bytes from files to tensors: threads read chunks, and the copy engine takes them on.
 
-Each thread has two slots: it reads into the pinned buffer of one while that of the other is copied.
-So reading, copying and the disk overlap, and the host memory in use is that of the buffers. A
-`Gatherer` does the work of the threads: it has many direct reads in flight, and copies from the
-page cache by all cores. Of a chunk that is wholly in the page cache, the pages themselves are
-registered, and the copy engine reads them there. On the CPU device such a chunk is copied straight
-into the tensors.
+Each thread has two pinned buffers: it reads into one while the other is copied. So reading, copying
+and the disk overlap, and the host memory in use is that of the buffers. A `Gatherer` does the work
+of the threads: it copies from the page cache by all cores, and has many direct reads in flight. The
+pages themselves are not registered for the copy engine: each end of a registration waits for all
+work on the GPU, and a load took twice as long. On the CPU device what is in the page cache is read
+straight into the tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import enum
 import errno
-import itertools
 import logging
 import os
 import queue
@@ -30,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwarp import _native, _waiting, config, endings
-from flashwarp.device import CudaDevice, Device, DeviceMemory, Registration
+from flashwarp.device import Device, DeviceMemory, Registration
 from flashwarp.errors import DeviceError, StorageError
 from flashwarp.loading.contents import Content
 from flashwarp.loading.places import Place
@@ -44,7 +43,7 @@ __all__ = ["STAGING_BYTES_MIN", "move"]
 T = TypeVar("T")
 
 # So many bytes are read and copied at a time: a tenth of a millisecond of Python's lock each.
-# Pinning takes 0.5 ms for each MiB, so there are no more buffers than keep the copy engine busy.
+# There are no more buffers than keep the copy engine busy: to make and pin them takes time.
 _CHUNK_BYTES = 16 << 20
 _THREADS_MAX = 3
 _CORES_MAX = 12
@@ -52,6 +51,7 @@ _CORES_MAX = 12
 _COPY_BYTES = 64 << 10
 _READ_BYTES = 1 << 20
 _PAGE_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20
 STAGING_BYTES_MIN = 2 * _PAGE_BYTES
 """Two buffers of a page."""
 # Gaps between tensors up to this size are read with them.
@@ -60,8 +60,6 @@ _GAP_BYTES = 64 << 10
 _RESIDENT = 0.5
 _PROGRESS_S = 0.05
 _COPY_PAUSE_S = 100e-6
-# The copy engine reads the page cache itself.
-_IN_PLACE = True
 
 _log = logging.getLogger(__name__)
 
@@ -131,11 +129,6 @@ class _Source:
         if share == 1:
             return _Way.MAPPED
         return _Way.BUFFERED if self.direct_fd < 0 or share >= _RESIDENT else _Way.DIRECT
-
-    def address(self, offset: int) -> int:
-        """Return where a byte of the file is mapped; only for the way MAPPED."""
-        assert self._mapping is not None
-        return self._mapping.address + offset
 
     def check_unchanged(self) -> None:
         """Raise StorageError if the file was written or replaced since its header was read."""
@@ -311,24 +304,25 @@ def _add(pieces: list[_Piece], piece: _Piece) -> None:
     pieces.append(piece)
 
 
-class _Slot:
-    """Memory of one chunk: a pinned buffer, or pages of its file; and the copy that reads it."""
+class _Buffer:
+    """A pinned buffer of huge pages, and the copy that reads it.
+
+    To allocate it by the driver took 0.4 ms for each MiB, by one thread at a time.
+    """
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        self._device, self._nbytes = device, nbytes
-        self._memory: DeviceMemory | None = None
-        self._pages: Registration | None = None
+        self._memory: _native.HostMemory | None = _native.HostMemory(nbytes, _HUGE_PAGE_BYTES)
+        self.bytes = _view(self._memory.address, nbytes)
+        # This thread makes the pages; a driver would make those of one thread at a time.
+        self.bytes[::_PAGE_BYTES] = 0
+        self._pinned: DeviceMemory | Registration
+        try:
+            self._pinned = device.register_host(self._memory.address, nbytes, False)
+        except DeviceError as error:
+            _log.info("%s allocates the buffers of a load: %s", device.name, error)
+            self._pinned = device.allocate_host(nbytes)
+            self._memory, self.bytes = None, _view(self._pinned.address, nbytes)
         self.copy: Ticket | None = None
-
-    def buffer(self) -> NDArray[np.uint8]:
-        """Return the buffer, which is allocated when it is first needed."""
-        if self._memory is None:
-            self._memory = self._device.allocate_host(self._nbytes)
-        return _view(self._memory.address, self._memory.nbytes)
-
-    def pin(self, address: int, nbytes: int) -> None:
-        """Register pages of a file until the copy has ended; raises DeviceError."""
-        self._pages = self._device.register_host(address, nbytes, True)
 
     def wait(self, timeout_s: float) -> None:
         """Block until nothing reads it. Sleeps at once: other threads need Python's lock."""
@@ -338,18 +332,11 @@ class _Slot:
                 time.sleep(_COPY_PAUSE_S)
             self.copy.wait(0)
             self.copy = None
-        self._unpin()
-
-    def _unpin(self) -> None:
-        if self._pages is not None:
-            self._pages.close()
-            self._pages = None
 
     def close(self) -> None:
         """Free it, after what still reads it."""
-        self._unpin()
-        if self._memory is not None:
-            self._memory.close()
+        self._pinned.close()
+        self._memory = None
 
 
 class _Mover:
@@ -369,7 +356,6 @@ class _Mover:
         self._streams = streams
         self._total = sum(piece.nbytes for chunk in chunks for piece in chunk.pieces)
         self._engine = CopyEngine(device) if device.kind == "cuda" and chunks else None
-        self._in_place = _IN_PLACE and isinstance(device, CudaDevice)
         self._gatherer = Gatherer(min(_CORES_MAX, config.cores()))
         self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._done: list[int] = []
@@ -453,13 +439,13 @@ class _Mover:
     # In the threads.
 
     def _thread(self) -> None:
-        slots = [_Slot(self._device, self._chunk_bytes) for _ in range(2)]
+        buffers: list[_Buffer] = []
         end: BaseException | None = None
         try:
-            self._work(slots)
+            self._work(buffers)
         except BaseException as error:
             end = error
-        for each in slots:
+        for each in buffers:
             try:
                 each.wait(self._limit_s)
             except BaseException as error:
@@ -467,8 +453,9 @@ class _Mover:
             each.close()
         self._ends.put(end)
 
-    def _work(self, slots: list[_Slot]) -> None:
-        for slot in itertools.cycle(slots):
+    def _work(self, buffers: list[_Buffer]) -> None:
+        turn = 0
+        while True:
             try:
                 chunk = self._chunks.popleft()
             except IndexError:
@@ -480,38 +467,27 @@ class _Mover:
                     chunk.source.read(self._gatherer, target, piece.offset, piece.nbytes, way)
                     self._done.append(piece.nbytes)
                 continue
-            slot.wait(self._limit_s)
-            memory = self._fill(slot, chunk, way)
-            self._deliver(slot, chunk, memory)
+            if len(buffers) < 2:
+                turn = len(buffers)
+                buffers.append(_Buffer(self._device, self._chunk_bytes))
+            buffer = buffers[turn]
+            turn = 1 - turn
+            buffer.wait(self._limit_s)
+            nbytes = chunk.end - chunk.begin
+            chunk.source.read(self._gatherer, buffer.bytes, chunk.begin, nbytes, way)
+            self._deliver(chunk, buffer)
             self._done.append(sum(piece.nbytes for piece in chunk.pieces))
 
-    def _fill(self, slot: _Slot, chunk: _Chunk, way: _Way) -> int:
-        """Bring a chunk to where the copy engine can read it; return where it begins there."""
-        source, nbytes = chunk.source, chunk.end - chunk.begin
-        if way is _Way.MAPPED and self._in_place:
-            address = source.address(chunk.begin)
-            try:
-                slot.pin(address, nbytes)
-            except DeviceError as error:
-                # A driver may refuse pages of some file systems; if the file was cut, to copy them
-                # fails, too.
-                self._in_place = False
-                _log.info("pages of %s are copied before a GPU reads them: %s", source.path, error)
-            else:
-                return address
-        buffer = slot.buffer()
-        source.read(self._gatherer, buffer, chunk.begin, nbytes, way)
-        return int(buffer.ctypes.data)
-
-    def _deliver(self, slot: _Slot, chunk: _Chunk, memory: int) -> None:
+    def _deliver(self, chunk: _Chunk, buffer: _Buffer) -> None:
         targets = [piece.address for piece in chunk.pieces]
-        sources = [memory + piece.offset - chunk.begin for piece in chunk.pieces]
+        begin = int(buffer.bytes.ctypes.data) - chunk.begin
+        sources = [begin + piece.offset for piece in chunk.pieces]
         sizes = [piece.nbytes for piece in chunk.pieces]
         if self._engine is None:
             for target, source, nbytes in zip(targets, sources, sizes, strict=True):
                 ctypes.memmove(target, source, nbytes)
             return
-        slot.copy = self._engine.copy_batch(
+        buffer.copy = self._engine.copy_batch(
             targets, sources, sizes, after=self._streams, direction=Direction.TO_DEVICE
         )
 
