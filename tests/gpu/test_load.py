@@ -96,8 +96,10 @@ def test_pinned_memory_is_bounded_and_given_back(tmp_path, monkeypatch):
     write(tmp_path / "x.safetensors", {"x": (64, MIB)})
     made = []
     with fw.CudaDevice(0) as device:
-        allocate = device.allocate_host
-        monkeypatch.setattr(device, "allocate_host", lambda n: made.append(allocate(n)) or made[-1])
+        register = device.register_host
+        monkeypatch.setattr(
+            device, "register_host", lambda *each: made.append(register(*each)) or made[-1]
+        )
 
         fw.load(tmp_path / "x.safetensors", device, staging="32 MiB")
 
@@ -126,8 +128,10 @@ def test_a_failing_read_leaves_no_pinned_memory(tmp_path, monkeypatch):
     write(tmp_path / "x.safetensors", {"x": (64, MIB)})
     made = []
     with fw.CudaDevice(0) as device:
-        allocate = device.allocate_host
-        monkeypatch.setattr(device, "allocate_host", lambda n: made.append(allocate(n)) or made[-1])
+        register = device.register_host
+        monkeypatch.setattr(
+            device, "register_host", lambda *each: made.append(register(*each)) or made[-1]
+        )
 
         def preadv(*arguments):
             raise OSError(5, "Input/output error")
@@ -137,6 +141,7 @@ def test_a_failing_read_leaves_no_pinned_memory(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="Input/output"):
             fw.load(tmp_path / "x.safetensors", device, o_direct=True)
 
+        assert made
         assert all(memory.closed for memory in made)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -447,6 +449,33 @@ def test_a_storage_that_does_not_answer_is_an_error_in_time(tmp_path, monkeypatc
             each.join(10)
 
 
+def test_a_read_that_does_not_end_keeps_the_memory_that_it_writes(tmp_path, monkeypatch):
+    write(tmp_path / "x.safetensors", {"a": ("U8", [100])})
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.2")
+    answer = threading.Event()
+    monkeypatch.setattr(moving.os, "preadv", lambda *_: answer.wait(20) and 0)
+    monkeypatch.setattr(moving._Source, "way", lambda *_: moving._Way.BUFFERED)
+    target = np.zeros(100, np.uint8)
+    held = weakref.ref(target)
+
+    try:
+        load(tmp_path / "x.safetensors", into={"a": target})
+    except StorageError:
+        pass
+    else:
+        pytest.fail("no error")
+    del target
+    gc.collect()
+
+    assert held() is not None
+    answer.set()
+    for each in threading.enumerate():
+        if "flashwarp-load" in each.name:
+            each.join(10)
+    gc.collect()
+    assert held() is None
+
+
 def test_an_error_of_the_progress_function_ends_the_load(tmp_path):
     write(tmp_path / "x.safetensors", MANY)
 
@@ -463,12 +492,14 @@ def test_staging_memory_is_bounded_and_given_back(tmp_path, monkeypatch):
     write(tmp_path / "x.safetensors", {"a": ("U8", [3 * MIB])})
     device = fw.CpuDevice()
     sizes = []
-    allocate = device.allocate_host
-    monkeypatch.setattr(device, "allocate_host", lambda n: sizes.append(allocate(n)) or sizes[-1])
+    register = device.register_host
+    monkeypatch.setattr(
+        device, "register_host", lambda *each: sizes.append(register(*each)) or sizes[-1]
+    )
 
     fw.load(tmp_path / "x.safetensors", device, o_direct=True, staging="256 KiB")
 
-    assert sum(memory.nbytes for memory in sizes) <= 256 * KIB
+    assert 0 < sum(memory.nbytes for memory in sizes) <= 256 * KIB
     assert all(memory.closed for memory in sizes)
 
 

@@ -282,6 +282,8 @@ class _Load:
 
     def cold(self, ways: dict[str, _Way], colds: int) -> None:
         """Load from the disk: ours first, so that its row is there whatever becomes of others."""
+        for way in ways.values():
+            disk.drop_page_cache(way.path)  # what is written back later would take the disk's time
         ours = {"ours": ways["ours"]}
         found = self._cold(ours, colds)
         mine = ways["ours"], found.right["ours"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from flashwarp.config import flag, integer, parse_bytes
@@ -106,23 +107,23 @@ def load(
     where = _device(device, given)
     wanted = chosen(found, only)
     if given is None:
-        tensors, places = allocate(wanted.values(), library_for(library, where))
-        tensors = {name: tensors[name] for name in wanted}
+        places, made = allocate(wanted.values(), library_for(library, where))
     else:
         tensors = given if only is None else {n: t for n, t in given.items() if n in wanted}
         kind = targets.library_of(tensors, where) if library is None else library
         places = targets.places_of(wanted, tensors, library_for(kind, where), where)
         wanted = {name: wanted[name] for name in places}
+        made = partial(dict, tensors)
     what = os.path.basename(next(iter(wanted.values())).path) if wanted else ""
-    move(
+    return move(
         wanted.values(),
         places,
         where,
         o_direct=direct,
         staging_bytes=budget,
         progress=progress_for(progress, what),
+        meanwhile=made,
     )
-    return tensors
 
 
 def _device(device: object, given: Mapping[str, Any] | None) -> Device:

@@ -2,8 +2,10 @@
 
 Each thread has two pinned buffers: it reads into one while the other is copied. So reading, copying
 and the disk overlap, and the host memory in use is that of the buffers. A `Gatherer` does the work
-of the threads: it copies from the page cache by all cores, and has many direct reads in flight. On
-the CPU device what is in the page cache is read straight into the tensors.
+of the threads: it copies from the page cache by all cores, and has many direct reads in flight. The
+pages themselves are not registered for the copy engine: each end of a registration waits for all
+work on the GPU, and a load took twice as long. On the CPU device what is in the page cache is read
+straight into the tensors.
 """
 
 from __future__ import annotations
@@ -12,22 +14,23 @@ import contextlib
 import ctypes
 import enum
 import errno
+import logging
 import os
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashwarp import _native, _waiting, config, endings
-from flashwarp.device import Device, DeviceMemory
-from flashwarp.errors import StorageError
+from flashwarp.device import Device, DeviceMemory, Registration
+from flashwarp.errors import DeviceError, StorageError
 from flashwarp.loading.contents import Content
 from flashwarp.loading.places import Place
 from flashwarp.loading.progress import Progress
@@ -37,8 +40,10 @@ from flashwarp.transfer import CopyEngine, Direction, Gatherer, Ticket
 
 __all__ = ["STAGING_BYTES_MIN", "move"]
 
+T = TypeVar("T")
+
 # So many bytes are read and copied at a time: a tenth of a millisecond of Python's lock each.
-# Pinning takes 0.5 ms for each MiB, so there are no more buffers than keep the copy engine busy.
+# There are no more buffers than keep the copy engine busy: to make and pin them takes time.
 _CHUNK_BYTES = 16 << 20
 _THREADS_MAX = 3
 _CORES_MAX = 12
@@ -46,6 +51,7 @@ _CORES_MAX = 12
 _COPY_BYTES = 64 << 10
 _READ_BYTES = 1 << 20
 _PAGE_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20
 STAGING_BYTES_MIN = 2 * _PAGE_BYTES
 """Two buffers of a page."""
 # Gaps between tensors up to this size are read with them.
@@ -54,6 +60,8 @@ _GAP_BYTES = 64 << 10
 _RESIDENT = 0.5
 _PROGRESS_S = 0.05
 _COPY_PAUSE_S = 100e-6
+
+_log = logging.getLogger(__name__)
 
 
 class _Piece(NamedTuple):
@@ -84,12 +92,14 @@ class _Source:
         self._stamp = stamp
         self.fd = opened.enter_context(files.open_for_reading(path)).fileno()
         self.direct_fd = -1
+        # The open file under any name: another one may get its path.
+        self._same = Path(f"/proc/self/fd/{self.fd}")
         self._mapping: FileMapping | None = None
         self._mapped: NDArray[np.uint8] | None = None
         self.check_unchanged()
         if stamp.nbytes and o_direct is not True:
             with contextlib.suppress(OSError, ValueError):
-                self._mapping = FileMapping(Path(path), stamp.nbytes)
+                self._mapping = FileMapping(self._same, stamp.nbytes)
                 opened.callback(self._mapping.close)
                 self._mapped = _view(self._mapping.address, stamp.nbytes)
         if o_direct is False:
@@ -103,7 +113,7 @@ class _Source:
                     writable=False,
                 )
             return
-        self.direct_fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        self.direct_fd = os.open(self._same, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         opened.callback(os.close, self.direct_fd)
         # Chunks are read in any order, which the kernel would take for the begin of a stream.
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -216,8 +226,11 @@ def move(
     o_direct: bool | None,
     staging_bytes: int,
     progress: Progress,
-) -> None:
+    meanwhile: Callable[[], T],
+) -> T:
     """Bring the bytes of tensors to their places; blocks until all have arrived.
+
+    Returns what `meanwhile` returns, which is called while bytes arrive, and owns their memory.
 
     Raises
     ------
@@ -228,6 +241,7 @@ def move(
     """
     wanted = [each for each in contents if each.nbytes]
     with contextlib.ExitStack() as opened:
+        opened.callback(_nothing, meanwhile)  # a read that does not end still writes there
         shards: dict[str, list[Content]] = {}
         for each in wanted:
             shards.setdefault(each.path, []).append(each)
@@ -245,12 +259,17 @@ def move(
         before = tuple(each for each in streams if each is not None)
         mover = _Mover(device, chunks, most, staging_bytes, before)
         try:
-            mover.run(progress)
+            result = mover.run(progress, meanwhile)
         except BaseException:
             mover.leave(opened)
             raise
         for source in sources.values():
             source.check_unchanged()
+        return result
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 def _chunks(
@@ -286,21 +305,39 @@ def _add(pieces: list[_Piece], piece: _Piece) -> None:
 
 
 class _Buffer:
-    """One buffer of a thread, and the copies that read it."""
+    """A pinned buffer of huge pages, and the copy that reads it.
 
-    def __init__(self, memory: DeviceMemory) -> None:
-        self.memory = memory
-        self.bytes = _view(memory.address, memory.nbytes)
-        self.copies: list[Ticket] = []
+    A disk takes reads into them as fewer and larger requests. To allocate pinned memory by a driver
+    took 0.4 ms for each MiB, for one thread at a time.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._memory: _native.HostMemory | None = _native.HostMemory(nbytes, _HUGE_PAGE_BYTES)
+        self.bytes = _view(self._memory.address, nbytes)
+        # This thread makes the pages; a driver would make those of one thread at a time.
+        self.bytes[::_PAGE_BYTES] = 0
+        self._pinned: DeviceMemory | Registration
+        try:
+            self._pinned = device.register_host(self._memory.address, nbytes, False)
+        except DeviceError as error:
+            _log.info("%s allocates the buffers of a load: %s", device.name, error)
+            self._pinned = device.allocate_host(nbytes)
+            self._memory, self.bytes = None, _view(self._pinned.address, nbytes)
+        self.copy: Ticket | None = None
 
     def wait(self, timeout_s: float) -> None:
         """Block until nothing reads it. Sleeps at once: other threads need Python's lock."""
-        for each in self.copies:
+        if self.copy is not None:
             clock = _waiting.Waited()
-            while not each.over() and clock.look() < timeout_s:
+            while not self.copy.over() and clock.look() < timeout_s:
                 time.sleep(_COPY_PAUSE_S)
-            each.wait(0)
-        self.copies.clear()
+            self.copy.wait(0)
+            self.copy = None
+
+    def close(self) -> None:
+        """Free it, after what still reads it."""
+        self._pinned.close()
+        self._memory = None
 
 
 class _Mover:
@@ -331,18 +368,20 @@ class _Mover:
             for i in range(count)
         ]
 
-    def run(self, progress: Progress) -> None:
+    def run(self, progress: Progress, meanwhile: Callable[[], T]) -> T:
         """Start the threads and wait for them; raise what the first one failed with."""
         failure: BaseException | None = None
         try:
             for each in self._threads:
                 each.start()
+            result = meanwhile()
             self._collect(progress)
         except BaseException as error:  # Ctrl-C too: what runs must end before its memory is freed
             failure = error
         endings.uninterrupted(self._end)
         if failure is not None:
             raise failure
+        return result
 
     def _collect(self, progress: Progress) -> None:
         """Wait until all threads have ended, or one has failed."""
@@ -412,7 +451,7 @@ class _Mover:
                 each.wait(self._limit_s)
             except BaseException as error:
                 end = end or error
-            each.memory.close()  # waits for what still reads it
+            each.close()
         self._ends.put(end)
 
     def _work(self, buffers: list[_Buffer]) -> None:
@@ -422,37 +461,35 @@ class _Mover:
                 chunk = self._chunks.popleft()
             except IndexError:
                 return
-            source = chunk.source
-            way = source.way(chunk.begin, chunk.end)
+            way = chunk.source.way(chunk.begin, chunk.end)
             if self._engine is None and way is not _Way.DIRECT:
                 for piece in chunk.pieces:
                     target = _view(piece.address, piece.nbytes)
-                    source.read(self._gatherer, target, piece.offset, piece.nbytes, way)
+                    chunk.source.read(self._gatherer, target, piece.offset, piece.nbytes, way)
                     self._done.append(piece.nbytes)
                 continue
             if len(buffers) < 2:
                 turn = len(buffers)
-                buffers.append(_Buffer(self._device.allocate_host(self._chunk_bytes)))
+                buffers.append(_Buffer(self._device, self._chunk_bytes))
             buffer = buffers[turn]
             turn = 1 - turn
             buffer.wait(self._limit_s)
             nbytes = chunk.end - chunk.begin
-            source.read(self._gatherer, buffer.bytes, chunk.begin, nbytes, way)
+            chunk.source.read(self._gatherer, buffer.bytes, chunk.begin, nbytes, way)
             self._deliver(chunk, buffer)
             self._done.append(sum(piece.nbytes for piece in chunk.pieces))
 
     def _deliver(self, chunk: _Chunk, buffer: _Buffer) -> None:
         targets = [piece.address for piece in chunk.pieces]
-        sources = [buffer.memory.address + p.offset - chunk.begin for p in chunk.pieces]
+        begin = int(buffer.bytes.ctypes.data) - chunk.begin
+        sources = [begin + piece.offset for piece in chunk.pieces]
         sizes = [piece.nbytes for piece in chunk.pieces]
         if self._engine is None:
             for target, source, nbytes in zip(targets, sources, sizes, strict=True):
                 ctypes.memmove(target, source, nbytes)
             return
-        buffer.copies.append(
-            self._engine.copy_batch(
-                targets, sources, sizes, after=self._streams, direction=Direction.TO_DEVICE
-            )
+        buffer.copy = self._engine.copy_batch(
+            targets, sources, sizes, after=self._streams, direction=Direction.TO_DEVICE
         )
 
 

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,7 @@ class _Torch(Library):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._torch: Any = importlib.import_module("torch")
+        self._capsule: Any = importlib.import_module("torch.utils.dlpack").to_dlpack
 
     def dtype(self, content: Content) -> Any:
         kind = content.dtype
@@ -127,8 +128,8 @@ class _Torch(Library):
         if not content.nbytes:
             return self._torch.empty(shape, dtype=dtype, device=self.device.name)
         # By DLPack each tensor has a storage of its own size: `torch.save` of a view would store
-        # the whole block.
-        part = self._torch.from_dlpack(block[begin : begin + content.nbytes])
+        # the whole block. A capsule spares torch the questions of streams, which take longer.
+        part = self._torch.from_dlpack(self._capsule(block[begin : begin + content.nbytes]))
         return part.view(dtype).view(shape)
 
 
@@ -221,9 +222,11 @@ def _no_room(nbytes: int, device: Device, error: BaseException) -> DeviceOutOfMe
 
 
 def allocate(
-    contents: Iterable[Content], library: Library
-) -> tuple[dict[str, Any], dict[str, Place]]:
-    """Make the tensors of some contents, with any bytes in them; return them, and their places.
+    contents: Collection[Content], library: Library
+) -> tuple[dict[str, Place], Callable[[], dict[str, Any]]]:
+    """Allocate memory for some contents; return the places, and what makes the tensors there.
+
+    To make hundreds of tensors takes milliseconds, in which their bytes may come already.
 
     Raises
     ------
@@ -235,16 +238,16 @@ def allocate(
     for each in sorted(contents, key=lambda each: (each.path, each.offset)):
         library.dtype(each), library.shape(each)
         shards.setdefault(each.path, []).append(each)
-    tensors: dict[str, Any] = {}
+    cuts: dict[str, tuple[Any, int, Content]] = {}
     places: dict[str, Place] = {}
     for shard in shards.values():
         begins, end = _layout(shard)
         block = library.block(end)
         where = library.place(block)
         for each, begin in zip(shard, begins, strict=True):
-            tensors[each.name] = library.cut(block, begin, each)
+            cuts[each.name] = block, begin, each
             places[each.name] = Place(where.address + begin, where.stream)
-    return tensors, places
+    return places, lambda: {each.name: library.cut(*cuts[each.name]) for each in contents}
 
 
 def _layout(shard: Iterable[Content]) -> tuple[list[int], int]:

@@ -39,6 +39,7 @@ RANDOM_DEPTH = 256
 SEQUENTIAL_DEPTH = 8
 SEQUENTIAL_BYTES = 1 << 20
 _READ_BYTES = 8 << 20
+_HUGE_PAGE_BYTES = 2 << 20
 _WRITE_BYTES = 8 << 20
 _WRITE_SECONDS = 2.0
 
@@ -191,8 +192,12 @@ def read_blocks(
 
 def _reads_per_s(path: Path, nbytes: int, depth: int, seconds: float, sequential: bool) -> float:
     blocks = path.stat().st_size // nbytes
-    # An anonymous mapping is page-aligned, which is all that O_DIRECT can ask of memory.
-    buffer = np.frombuffer(mmap.mmap(-1, depth * nbytes), dtype=np.uint8)
+    # An anonymous mapping is page-aligned, which is all that O_DIRECT can ask of memory. Of huge
+    # pages, so that the memory does not divide what the disk can take as one request.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(depth * nbytes, _HUGE_PAGE_BYTES), flags=flags)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = np.frombuffer(memory, dtype=np.uint8)
     random = np.random.default_rng(0)
     done, position = 0, 0
     with _Queue(path, nbytes, depth) as queue:
