@@ -32,6 +32,7 @@ from flashwarp.device.memory import (
     Owned,
     OwnedStream,
     Registration,
+    Spares,
     host_bytes,
 )
 from flashwarp.dtypes import check_dtype, check_shape
@@ -165,6 +166,7 @@ class Device(endings.Closing, ABC):
         self._closed = False
         self._built_in: dict[Policy, dict[str, LoadedKernel]] = {}
         self._programs: dict[str, LoadedProgram] = {}
+        self.spares = Spares()
         # Caches, which the device closes after its arrays.
         self.carries: weakref.WeakSet[endings.Closing] = weakref.WeakSet()
 

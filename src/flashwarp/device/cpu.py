@@ -26,13 +26,13 @@ from flashwarp.device.memory import (
     OwnedStream,
     Registration,
     check_alignment,
+    host_only,
     positive,
 )
 from flashwarp.errors import (
     ArgumentError,
     ClosedError,
     DeviceError,
-    DeviceOutOfMemory,
     FlashwarpError,
     ForkError,
 )
@@ -98,12 +98,7 @@ class CpuDevice(Device):
 
     def allocate_host(self, nbytes: int, alignment: int = 4096) -> DeviceMemory:
         check_alignment(alignment)
-        try:
-            memory = _native.HostMemory(positive(nbytes), alignment)
-        except (MemoryError, TypeError) as error:  # TypeError: larger than the address space
-            raise DeviceOutOfMemory(f"allocating {nbytes} bytes of host memory: {error}") from error
-        owners: list[object] = [memory]
-        return DeviceMemory(self, memory.address, nbytes, owners.clear, on_host=True, owners=owners)
+        return host_only(self, nbytes, alignment)
 
     def allocate_exported(self, nbytes: int) -> Exported:
         large = positive(nbytes) >= _HUGE_PAGE_BYTES

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from flashwarp import _native, config, endings
 from flashwarp.config import SIZE_MAX, choice, cores, integer, number
 from flashwarp.device import CudaDevice, Device
-from flashwarp.device.memory import DeviceMemory, Owned
+from flashwarp.device.memory import DeviceMemory, Owned, host_only
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -143,6 +143,8 @@ class BatchEngine(endings.Closing):
         Drives that serve the rows. One with a model has it for the storage, or each member of a
         striped one: its `threads` serve each, by default the workers do. One without a model leaves
         the storage to the workers.
+    lists : bool
+        False: batches are sequences only, and no memory is pinned for lists.
 
     Notes
     -----
@@ -188,6 +190,7 @@ class BatchEngine(endings.Closing):
         workers: int | tuple[int, int] | None = None,
         timeout_s: float | None = None,
         controller: SoftwareController | None = None,
+        lists: bool = True,
     ) -> None:
         self.device = device
         self._pid = os.getpid()
@@ -217,7 +220,9 @@ class BatchEngine(endings.Closing):
         drives, threads = _drives_of(storage, controller)
         self.controllers = max(1, len(drives))
         self.worker_limits = worker_limits(self.controllers, workers)
+        self._lists = lists
         self._memory: list[DeviceMemory] = []
+        self._rings: list[DeviceMemory] = []
         self._streams: list[Owned] = []
         self.ports: dict[Direction, BatchPort] = {}
         try:
@@ -235,7 +240,7 @@ class BatchEngine(endings.Closing):
                     threads,
                     config.current("batch_depth").batch_depth,
                     *self._stream_side(copies),
-                    (storage, [memory.owners for memory in self._memory], device),
+                    (storage, [each.owners for each in (*self._memory, *self._rings)], device),
                 )
             except ValueError as error:
                 raise ArgumentError(str(error)) from error
@@ -266,15 +271,18 @@ class BatchEngine(endings.Closing):
     ) -> _native.BatchPort:
         """Allocate the regions of one direction, and its ring."""
 
-        def allocate(nbytes: int, alignment: int = _LINE) -> int:
-            self._memory.append(self.device.allocate_host(nbytes, alignment))
+        def allocate(nbytes: int, *, shared: bool = True) -> int:
+            make = self.device.allocate_host if shared else partial(host_only, self.device)
+            self._memory.append(make(nbytes, _LINE))
             return int(self._memory[-1].address)
 
         port: dict[str, int] = {
             "requests": allocate(slots * _REQUEST_BYTES),
             "results": allocate(slots * _RESULT_BYTES),
-            "lists": allocate(slots * rows * 8),
-            "statuses": allocate(slots * rows * 2),
+            # Of narrow rows these two are larger than the ring.
+            "lists": allocate(slots * rows * 8, shared=self._lists),
+            # Only kernels read them on the device, whose engines have copies.
+            "statuses": allocate(slots * rows * 2, shared=copies),
             "slots": slots,
             "rows_max": rows,
         }
@@ -284,8 +292,9 @@ class BatchEngine(endings.Closing):
             chunks = integer("chunks", ring.chunks, 2, 1 << 20)
             if chunk_bytes % 4096:
                 raise ArgumentError(f"chunk_bytes={chunk_bytes} is not a multiple of 4096")
+            self._rings.append(self._ring_of(chunk_bytes * chunks))
             port |= {
-                "ring": allocate(chunk_bytes * chunks, 4096),
+                "ring": self._rings[-1].address,
                 "chunk_bytes": chunk_bytes,
                 "chunks": chunks,
                 "filled": allocate(_LINE),
@@ -295,6 +304,10 @@ class BatchEngine(endings.Closing):
             step_bytes = whole or chunk_bytes
         self.ports[direction] = BatchPort(**port, step_bytes=step_bytes)
         return _native.BatchPort(is_write=direction == "write_back", **port, copies=copies)
+
+    def _ring_of(self, nbytes: int) -> DeviceMemory:
+        spare = self.device.spares.take(nbytes)
+        return self.device.allocate_host(nbytes) if spare is None else spare
 
     # Batches.
 
@@ -321,6 +334,8 @@ class BatchEngine(endings.Closing):
         port = self._port(direction)
         if isinstance(ids, range) and ids.step == 1 and (not ids or ids.start >= 0):
             address, count, first = 0, len(ids), ids.start
+        elif not self._lists:
+            raise ArgumentError("an engine without lists takes ranges with step 1")
         else:
             found = np.ascontiguousarray(ids, np.int64)
             address, count, first = found.ctypes.data if found.size else 0, found.size, 0
@@ -483,7 +498,7 @@ class BatchEngine(endings.Closing):
         endings.forget(self._entry)
         if self._native.leaked:
             _log.warning("a call of the storage does not return: its thread and memory remain")
-            _abandoned.append((self._native, self._memory, self._streams))
+            _abandoned.append((self._native, self._memory, self._rings, self._streams))
             return
         # What is asked for later needs no storage, and the file may be opened again.
         self._late_errors = self._native.take_errors()
@@ -491,8 +506,16 @@ class BatchEngine(endings.Closing):
         self._free()
 
     def _free(self) -> None:
+        # The engine's own stream may not have ended. Of others their callers have seen the end.
+        keeps = self.device.kind == "cuda" and not self._streams
         for each in (*self._streams, *self._memory):
             each.close()
+        for ring in self._rings:
+            if keeps:
+                self.device.spares.give(ring)
+            else:
+                ring.close()
+        self._rings.clear()
 
     def _port(self, direction: Direction) -> BatchPort:
         port = self.ports.get(direction)

@@ -36,15 +36,19 @@ def make_engine(
     ring: Ring | None = None,
     *,
     copies: bool = False,
+    only: Direction | None = None,
+    lists: bool = True,
 ) -> BatchEngine:
-    """Make an engine over the storage of an array, for writes too if the array takes them."""
+    """Make an engine over the storage of an array.
+
+    It writes, too, if the array takes that; `only` one direction saves the other's ring.
+    """
     storage, controller = array._attachment.storage, array._attachment.controller
     refused = why_no_engine(array)
     if refused or not isinstance(storage, Storage):
         raise DataPathError(f"host threads cannot move rows of this array: {refused}")
-    directions: list[Direction] = ["prefetch"]
-    if array.writable:
-        directions.append("write_back")
+    both: list[Direction] = ["prefetch", "write_back"] if array.writable else ["prefetch"]
+    directions = [only] if only in both else both
     return BatchEngine(
         array.device,
         storage,
@@ -58,6 +62,7 @@ def make_engine(
         workers=workers,
         timeout_s=timeout_s,
         controller=controller if isinstance(controller, SoftwareController) else None,
+        lists=lists,
     )
 
 

@@ -10,7 +10,7 @@ import itertools
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -116,6 +116,9 @@ class Pipeline(endings.Closing):
     [999] [999.0]
     """
 
+    _needs: Mapping[str, Any] = {}
+    """What an engine may leave out."""
+
     def __init__(
         self,
         array: Array,
@@ -173,7 +176,9 @@ class Pipeline(endings.Closing):
         if not asked and (refused or in_place or most):
             return PullWay(array, most, timeout_s, refused)
         reason = asked or "the rows are not read in place"
-        return RingWay(array, self.batch_rows, self.depth, workers, timeout_s, reason)
+        return RingWay(
+            array, self.batch_rows, self.depth, workers, timeout_s, reason, **self._needs
+        )
 
     # Reads.
 
@@ -337,7 +342,8 @@ class Pipeline(endings.Closing):
         1.0
         """
         options: dict[str, Any] = {"sms": sms, "workers": workers, "timeout_s": timeout_s}
-        make = partial(Pipeline, array, rows, depth, stream, library=library, **options)
+        only = "write_back" if not read else None if writable else "prefetch"
+        make = partial(_OfTiles, only, array, rows, depth, stream, library=library, **options)
         return tiles(make, writable, read)
 
     # Writes.
@@ -559,6 +565,14 @@ class Pipeline(endings.Closing):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._reads)} of {self.depth} in flight"
         return f"<Pipeline of {self.batch_rows} rows, {state}, over {self.array!r}>"
+
+
+class _OfTiles(Pipeline):
+    """A pipeline of ranges, perhaps in one direction only."""
+
+    def __init__(self, only: str | None, *arguments: Any, **options: Any) -> None:
+        self._needs = {"only": only, "lists": False}
+        super().__init__(*arguments, **options)
 
 
 def _library(name: str) -> str:

@@ -64,6 +64,9 @@ class RingWay(CudaWay):
         workers: int | tuple[int, int] | None,
         timeout_s: float,
         reason: str,
+        *,
+        only: Direction | None = None,
+        lists: bool = True,
     ) -> None:
         super().__init__(array, timeout_s)
         device = self._device
@@ -78,7 +81,9 @@ class RingWay(CudaWay):
             # Stores of before are read past the cache, and nobody else stores from now on.
             array.flush()
         ring = ring_of(CHUNKS)
-        self._engine = make_engine(array, batch_rows, depth, workers, timeout_s, ring)
+        self._engine = make_engine(
+            array, batch_rows, depth, workers, timeout_s, ring, only=only, lists=lists
+        )
         directions = tuple(self._engine.ports)
         self._ports = {each: _Port(self._engine.ports[each]) for each in directions}
         self._submitting: OwnedStream = device.create_stream()
