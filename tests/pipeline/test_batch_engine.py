@@ -658,6 +658,18 @@ def test_bad_arguments_are_refused(changes: dict[str, Any]) -> None:
         BatchEngine(DEVICE, Memory(4096), **arguments)
 
 
+def test_an_engine_without_lists_takes_ranges_alone() -> None:
+    data = np.arange(512, dtype=np.int64)
+    into = np.zeros(4, np.int64)
+    with BatchEngine(
+        DEVICE, Memory(data), rows=512, row_bytes=8, batch_rows=1 << 24, lists=False
+    ) as engine:
+        with pytest.raises(ArgumentError, match="without lists"):
+            engine.submit("prefetch", [3, 1], into.ctypes.data)
+        engine.wait("prefetch", engine.submit("prefetch", range(7, 11), into.ctypes.data))
+    assert into.tolist() == [7, 8, 9, 10]
+
+
 def test_a_read_only_storage_takes_no_writes() -> None:
     with pytest.raises(ArgumentError, match="read-only"):
         BatchEngine(

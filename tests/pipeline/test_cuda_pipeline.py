@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,22 @@ def check_what_is_written_is_in_the_storage_after_a_flush_and_after_close() -> N
         p.write_back(slice(0, 2), np.full((2, WIDTH), -2, np.int64))
         p.close()
         assert np.fromfile(path(), np.int64)[0] == -2
+
+
+def check_tiles_pin_no_lists_and_use_rings_again() -> None:
+    with opened() as (x, p):
+        p.close()  # which leaves a ring of each direction
+        tiles = partial(fw.Pipeline.tiles, x, 300, sms=0, timeout_s=20)
+        pinned = fake().fake_count(b"cuMemHostAlloc")
+        for k, tile in enumerate(tiles(writable=True, read=False)):
+            x.device.upload(tile.address, np.full((len(tile), WIDTH), k))
+        # Requests, results and the two words of a ring.
+        assert fake().fake_count(b"cuMemHostAlloc") == pinned + 4
+        stored = np.fromfile(path(), np.int64).reshape(ROWS, WIDTH)
+        np.testing.assert_array_equal(stored, np.arange(ROWS)[:, None] // 300 + np.zeros(WIDTH))
+
+        assert sum(len(tile) for tile in tiles()) == ROWS
+        assert fake().fake_count(b"cuMemHostAlloc") == pinned + 8
 
 
 def check_a_batch_that_fails_raises_and_later_ones_run() -> None:

@@ -9,8 +9,8 @@ batched copies. Warps pull what is left: `PullWay`.
 # ruff: noqa: D102
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ __all__ = ["CopyWay", "why_no_copies"]
 # A batched copy of pieces of 64 KiB fills the link; one of 16 KiB reaches half of it.
 _PIECE_BYTES_MIN = 64 << 10
 
-Pieces = list[tuple[int, int, int]]
+Numbers: TypeAlias = npt.NDArray[np.int64]
 
 
 def why_no_copies(array: Array) -> str:
@@ -79,8 +79,8 @@ class CopyWay(PullWay):
             super().read(chosen, buffer, stream, ticket)
             return
         self._begin(stream, self._side)
-        pieces = [(buffer.address + at, row, nbytes) for row, at, nbytes in self._pieces(chosen)]
-        self._copy(pieces, self._side, ticket)
+        rows, places, nbytes = self._pieces(chosen)
+        self._copy(buffer.address + places, rows, nbytes, self._side, ticket)
         self._end(ticket, self._side)
 
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
@@ -95,8 +95,8 @@ class CopyWay(PullWay):
             self._device.order(self._side.handle, self._out.handle)
             self._scattered = False
         self._begin(stream, self._out)
-        pieces = [(row, source.address + at, nbytes) for row, at, nbytes in self._pieces(chosen)]
-        self._copy(pieces, self._out, ticket)
+        places, at, nbytes = self._pieces(chosen)
+        self._copy(places, source.address + at, nbytes, self._out, ticket)
         _maintain(self.array, ("invalidate_lines", "drop_tier"), self._out)
         self._end(ticket, self._out)
         self._copied = True
@@ -118,8 +118,11 @@ class CopyWay(PullWay):
         if self.array.writable:
             _maintain(self.array, ("flush_lines",), own)
 
-    def _copy(self, pieces: Pieces, own: OwnedStream, ticket: Ticket) -> None:
+    def _copy(
+        self, targets: Numbers, sources: Numbers, nbytes: Numbers, own: OwnedStream, ticket: Ticket
+    ) -> None:
         ticket.way = "copies"
+        pieces = list(zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True))
         if pieces:
             mark, end = self._take_event(), self._take_event()
             # The entry says nothing here: the batch has an event of its own.
@@ -127,21 +130,29 @@ class CopyWay(PullWay):
             self._context.copy_and_append((), mark.handle, pieces, 0, entry, own.handle)
             self._free += mark, end
 
-    def _pieces(self, chosen: range | Index) -> Iterator[tuple[int, int, int]]:
-        """Yield the address of each piece in the storage, its place in the batch, and its bytes."""
+    def _pieces(self, chosen: range | Index) -> tuple[Numbers, Numbers, Numbers]:
+        """Return the address of each piece in the storage, its place in the batch, and its bytes.
+
+        By arrays: a loop in Python would take longer than the copies.
+        """
         row_bytes = self.array._format.row_bytes
         if isinstance(chosen, range):
-            runs = [(chosen.start, 0, len(chosen))]
+            firsts, places, counts = (
+                np.array([one], np.int64) for one in (chosen.start, 0, len(chosen))
+            )
         else:
-            runs = _runs(np.asarray(chosen.owner))
-        for first, place, count in runs:
-            address, at, left = self._base + first * row_bytes, place * row_bytes, count * row_bytes
-            while left:
-                size = min(left, PIECE_BYTES)
-                if self._cut_from is not None:
-                    size = min(size, PIECE_BYTES - (address - self._cut_from) % PIECE_BYTES)
-                yield address, at, size
-                address, at, left = address + size, at + size, left - size
+            firsts, places, counts = _runs(np.asarray(chosen.owner))
+        begins, nbytes = self._base + firsts * row_bytes, counts * row_bytes
+        # How far into a piece each run begins.
+        ahead = np.zeros_like(begins)
+        if self._cut_from is not None:
+            ahead = (begins - self._cut_from) % PIECE_BYTES
+        pieces = (ahead + nbytes + PIECE_BYTES - 1) // PIECE_BYTES
+        run = np.repeat(np.arange(len(pieces)), pieces)
+        number = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        first = np.maximum(number * PIECE_BYTES - ahead[run], 0)
+        last = np.minimum((number + 1) * PIECE_BYTES - ahead[run], nbytes[run])
+        return begins[run] + first, places[run] * row_bytes + first, last - first
 
     def explain(self) -> PipelineExplanation:
         pulled = super().explain()
@@ -163,13 +174,12 @@ def _by_copies(chosen: range | Index) -> bool:
     return isinstance(chosen, range) or (chosen.checked and chosen.held is None)
 
 
-def _runs(ids: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
+def _runs(ids: Numbers) -> tuple[Numbers, Numbers, Numbers]:
     """Merge neighbours: the first row of each run, its place in the batch, and how many rows."""
     if not ids.size:
-        return []
+        return ids, ids, ids
     begins = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
-    counts = np.diff(begins, append=ids.size)
-    return list(zip(ids[begins].tolist(), begins.tolist(), counts.tolist(), strict=True))
+    return ids[begins], begins, np.diff(begins, append=ids.size)
 
 
 def _maintain(array: Array, kernels: tuple[str, ...], stream: OwnedStream) -> None:
