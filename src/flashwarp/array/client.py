@@ -201,7 +201,7 @@ class ClientLauncher(_Owners):
         stream: int | None = None,
         end: End | None = None,
         counting: Counting | None = None,
-        warps: int | None = None,
+        sms: int | None = None,
     ) -> None:
         """Move chosen rows, and return when they are there."""
         row = self.format.row_bytes
