@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import flashwarp as fw
 from flashwarp.bench import vectoradd_files
-from flashwarp.bench.vectoradd_ours import ELEMENT_BYTES, KERNELS, Ours, Tiled
+from flashwarp.bench.vectoradd_ours import ELEMENT_BYTES, KERNELS, TILE_BYTES, Ours, Tiled
 from flashwarp.device import CudaDevice, Device, Stream, resolve
 from flashwarp.errors import ArgumentError
 from flashwarp.probe.report import Report, Row
@@ -35,7 +35,10 @@ _TURNS_OF_TILES = 2
 _IN_PLACE = "warps in place, without a cache"
 _OURS = "flashwarp"
 _LATER = "flashwarp, written back when frames are needed"
-_TILED = "flashwarp, tiles of pipelines"
+_TILED = {
+    "flashwarp, tiles of pipelines": TILE_BYTES,
+    "flashwarp, tiles of pipelines of 64 MiB": 64 << 20,
+}
 _STORAGES = {"memory": ("memory",), "file": ("file",), "both": ("memory", "file")}
 
 
@@ -104,7 +107,9 @@ def _in_memory(
             for vector in vectors
         ]
         ours = Ours(stack, device, program, arrays)
-        pipelined = Tiled(stack, device, program, arrays)
+        pipelined = {
+            name: Tiled(stack, device, program, arrays, size) for name, size in _TILED.items()
+        }
         if isinstance(device, CudaDevice):
             tiled: Callable[[int], Any] = _CopyEngines(stack, device, program, vectors).add
         else:
@@ -113,7 +118,7 @@ def _in_memory(
         ways: dict[str, Callable[[], Any]] = {
             _OURS: partial(_add_and_flush, ours, eager=True),
             _LATER: partial(_add_and_flush, ours, eager=False),
-            _TILED: pipelined.add_and_flush,
+            **{name: each.add_and_flush for name, each in pipelined.items()},
             **{name: partial(tiled, size) for name, size in tiles.items()},
         }
         if isinstance(device, CudaDevice):
@@ -129,7 +134,7 @@ def _in_memory(
         report.add(
             Row(told, gb / seconds[name], "GB/s", checked=right[name], footprint=3 * c.nbytes)
         )
-    for name in (_OURS, _LATER, _TILED):
+    for name in (_OURS, _LATER, *_TILED):
         for against in dict.fromkeys(("5 tiles", best, *({_IN_PLACE} & set(ways)))):
             report.add(
                 Row(

@@ -49,11 +49,12 @@ class Tiled:
     """Adds the same arrays by `Pipeline.tiles`: copies in, a kernel on plain memory, copies out."""
 
     def __init__(
-        self, stack: ExitStack, device: Device, program: Program, arrays: Sequence[fw.Array]
-    ) -> None:
+        self, stack: ExitStack, device: Device, program: Program, arrays: Sequence[fw.Array],
+        tile_bytes: int = TILE_BYTES,
+    ) -> None:  # fmt: skip
         self._kernel = program["add_tile"]
         self._arrays = arrays
-        self._rows = max(1, min(TILE_BYTES // ELEMENT_BYTES, arrays[0].size // 2))
+        self._rows = max(1, min(tile_bytes // ELEMENT_BYTES, arrays[0].size // 2))
         on_gpu = isinstance(device, CudaDevice)
         self._stream = stack.enter_context(device.create_stream()) if on_gpu else None
 
