@@ -26,7 +26,7 @@ from flashwarp.checkpoint.life import Fact
 from flashwarp.errors import ExistingVersionError, MissingVersionError, PathError
 
 VERSIONS = st.integers(0, 12)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class AnyOrder(RuleBasedStateMachine):
