@@ -14,7 +14,7 @@ import numpy as np
 
 from flashwarp.checkpoint.checkpointer import Checkpointer
 
-WAIT_S = 60.0
+WAIT_S = 100.0
 COUNT = 4096
 
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,9 @@ def test_processes_without_a_common_folder_commit_versions(tmp_path: Path) -> No
 
 def die(rank: int, folder: Path, tell: Tell, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    # On a busy machine, one rank has imported torch long before the other.
+    store.set(f"here {rank}", "")
+    store.wait(["here 0", "here 1"], timedelta(seconds=WAIT_S))
     checkpointer = opened(store, folder, rank, 2, timeout_s=2.0)
     write(checkpointer, rank, 0).result(WAIT_S)
     if rank == 1:
