@@ -25,7 +25,7 @@ ALL = os.environ.get("FLASHWARP_QEMU") == "all"
 # In how many parts, of half a minute each, the suites of a machine are run: by the first of them.
 PARTS = {
     "test_commands": 7,
-    "test_doctor": 3,
+    "test_doctor": 2,
     "test_shared": 4,
     "test_vfio_drive": 5,
     "test_vfio_rings": 1,
