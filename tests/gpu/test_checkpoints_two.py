@@ -138,7 +138,7 @@ def test_a_rank_on_the_other_gpu_that_dies_is_raised(tmp_path: Path) -> None:
         ranks.processes[1].kill()
         assert ranks.heard(1)[0][:1] == [0]
     with Directory(tmp_path, 0, writable=False) as directory:
-        assert directory.examine("default", verify=True)[0].problem == ""
+        assert next(iter(directory.examine("default", verify=True))).problem == ""
 
 
 def test_partners_bring_back_what_a_gpus_node_has_lost(tmp_path: Path) -> None:

@@ -249,12 +249,16 @@ def test_memory_stays_within_the_limits(tmp_path, device):
             return held()
 
     run("16 MiB", "12 MiB")  # contexts, kernels, allocators
-    gc.collect()
-    free, rss = held()
-    then_free, then_rss = run(gpu, ram)
-
-    assert free - then_free <= gpu + (2 << 20)
-    assert then_rss - rss <= ram + (8 << 20)
+    taken = []
+    for _ in range(5):  # other processes take and free memory of this GPU meanwhile
+        gc.collect()
+        free, rss = held()
+        then_free, then_rss = run(gpu, ram)
+        assert then_rss - rss <= ram + (8 << 20)
+        taken.append(free - then_free)
+        if gpu // 2 <= taken[-1] <= gpu + (2 << 20):
+            return
+    pytest.fail(f"{taken} bytes of the GPU's memory, for a limit of {gpu}")
 
 
 def test_ngram_embeddings_of_transformers(tmp_path, device):
