@@ -205,7 +205,9 @@ class Context:
         )
         self._open = True
         # Events at the ends of launches that wait for the host, and such that are free again.
-        self._served: dict[int, None] = {}
+        self._served: dict[int, object] = {}
+        # A finalizer may come in between.
+        self._served_lock = threading.RLock()
         self._spare_events: list[int] = []
         try:
             self.calls = _native.CudaContext(int(self._handle))
@@ -445,12 +447,14 @@ class Context:
         """
         if self.capture(stream) is not None:
             return
-        for event in itertools.islice(tuple(self._served), 2):
-            if self.event_done(event):
-                self._forget_served(event)
-        event = self._spare_events.pop() if self._spare_events else self.create_event(timing=False)
-        self.record(event, stream)
-        self._served[event] = None
+        with self._served_lock:
+            for event, launch in itertools.islice(tuple(self._served.items()), 2):
+                if self.event_done(event):
+                    self._forget_served(event, launch)
+            spare = self._spare_events
+            event = spare.pop() if spare else self.create_event(timing=False)
+            self.record(event, stream)
+            self._served[event] = object()
 
     def outlast_served(self) -> None:
         """Wait for the noted kernels, before a call that waits for kernels and holds the driver.
@@ -458,13 +462,13 @@ class Context:
         The threads that serve such a kernel could not call the driver meanwhile, and its waits
         would run out of time.
         """
-        for event in tuple(self._served):
+        for event, launch in tuple(self._served.items()):
             try:
                 waited = until(functools.partial(self.event_done, event), SERVED_S)
             except DeviceError:  # the GPU is lost, as the call that follows will say
                 return
             if waited is None:
-                self._forget_served(event)
+                self._forget_served(event, launch)
             else:
                 _log.warning(
                     "memory of cuda:%d is released, or code loaded, while a kernel that waits for "
@@ -473,10 +477,13 @@ class Context:
                     waited,
                 )
 
-    def _forget_served(self, event: int) -> None:
-        # Another thread may have seen it done, too, or look yet: the event is kept until the end.
-        if self._served.pop(event, True) is None:
-            self._spare_events.append(event)
+    def _forget_served(self, event: int, launch: object) -> None:
+        # Another thread may have seen it done, too, and the event may be that of a later launch by
+        # now. Another one may look at it yet: it is kept until the end.
+        with self._served_lock:
+            if self._served.get(event) is launch:
+                del self._served[event]
+                self._spare_events.append(event)
 
     # Properties of the device.
 

@@ -147,7 +147,7 @@ class CopyWay(PullWay):
         ahead = np.zeros_like(begins)
         if self._cut_from is not None:
             ahead = (begins - self._cut_from) % PIECE_BYTES
-        pieces = (ahead + nbytes + PIECE_BYTES - 1) // PIECE_BYTES
+        pieces = np.where(nbytes > 0, (ahead + nbytes + PIECE_BYTES - 1) // PIECE_BYTES, 0)
         run = np.repeat(np.arange(len(pieces)), pieces)
         number = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         first = np.maximum(number * PIECE_BYTES - ahead[run], 0)

@@ -14,7 +14,7 @@ from flashwarp import endings
 from flashwarp.cache.cache import FailureSequence
 from flashwarp.cache.structs import FAILURES_KEPT, FailureStruct
 from flashwarp.config import number
-from flashwarp.device import Device, DeviceMemory
+from flashwarp.device import CudaDevice, Device, DeviceMemory
 from flashwarp.errors import (
     ArgumentError,
     ClosedError,
@@ -196,12 +196,24 @@ class DeviceCalls(endings.Closing):
             raise ClosedError("the batches of kernels were closed")
 
     def close(self) -> None:
-        """Free the memory. No kernel may use it any more. May be called twice."""
-        if not self._closed:
-            self._closed = True
-            # First, which waits for kernels that run.
-            self._free()
-            self.engine.kernels_end()
+        """Wait for kernels that run, and free the memory. May be called twice.
+
+        Raises what a call of a kernel could not do and nobody has seen, as `check` does.
+        """
+        if self._closed:
+            return
+        failures: list[FlashwarpError] = []
+        try:
+            if isinstance(self.device, CudaDevice):
+                self.device.context.outlast_served()
+            self.check()
+        except FlashwarpError as error:
+            failures.append(error)
+        self._closed = True
+        self._free()
+        self.engine.kernels_end()
+        if failures:
+            raise failures[0]
 
     def _free(self) -> None:
         for memory in self._memory:

@@ -494,6 +494,9 @@ class BatchEngine(endings.Closing):
         if self._closed:
             return
         self._closed = True
+        if self._streams and isinstance(self.device, CudaDevice):
+            # Kernels that its threads serve may still run.
+            self.device.context.outlast_served()
         self._native.stop()
         endings.forget(self._entry)
         if self._native.leaked:

@@ -50,7 +50,9 @@ class KernelBatches(endings.Closing):
             self._array._take_back()
 
     def close(self) -> None:
-        """Release everything. No kernel may use it any more. May be called twice."""
-        self.calls.close()
-        self.engine.close()
-        self._take_back()
+        """Release everything, and raise as `DeviceCalls.close`. May be called twice."""
+        try:
+            self.calls.close()
+        finally:
+            self.engine.close()
+            self._take_back()

@@ -280,9 +280,13 @@ class Pipeline(endings.Closing):
             start()
             while waiting:
                 rows, ids = self.synchronize(), waiting.popleft()
-                # Ahead of the body's work, so that they need not wait for it.
-                start()
+                failures: list[BaseException] = []
+                try:
+                    start()  # ahead of the body's work, so that they need not wait for it
+                except Exception as error:  # of the caller's iterator, too
+                    failures.append(error)
                 yield rows, ids
+                _raise_first(failures)
         finally:
             while waiting and len(self._reads) > begun and not self._closed:
                 waiting.pop()
@@ -513,7 +517,10 @@ class Pipeline(endings.Closing):
             if not isinstance(self._way, CudaWay) and not self.array.closed:
                 failures += self._finish_writes()
             if self._kernels is not None:
-                self._kernels.close()
+                try:
+                    self._kernels.close()
+                except FlashwarpError as error:
+                    failures.append(error)
             self._way.close()
         except DeviceTimeout:
             raise  # what is in flight may still write the buffers: close it again
