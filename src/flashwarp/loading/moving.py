@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from flashwarp import _native, _waiting, config, endings
 from flashwarp.device import Device, DeviceMemory, Registration
+from flashwarp.device.memory import host_only
 from flashwarp.errors import DeviceError, StorageError
 from flashwarp.loading.contents import Content
 from flashwarp.loading.places import Place
@@ -107,7 +108,7 @@ class _Source:
                 self._mapped = _view(self._mapping.address, stamp.nbytes)
         if o_direct is False:
             return
-        alignment = _native.direct_io_alignment(path)
+        alignment = _native.direct_io_alignment(str(self._same))
         if isinstance(alignment, str) or max(alignment) > _PAGE_BYTES:
             if o_direct:
                 raise files.path_error(
@@ -318,7 +319,7 @@ class _Buffer:
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        self._memory: _native.HostMemory | None = _native.HostMemory(nbytes, _HUGE_PAGE_BYTES)
+        self._memory: DeviceMemory | None = host_only(device, nbytes, _HUGE_PAGE_BYTES)
         self.bytes = _view(self._memory.address, nbytes)
         # This thread makes the pages; a driver would make those of one thread at a time.
         self.bytes[::_PAGE_BYTES] = 0

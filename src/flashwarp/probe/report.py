@@ -156,8 +156,9 @@ class Report:
         if unfinished:
             content["unfinished"] = True
         text = json.dumps(content, indent=1) + "\n"
-        if path.exists() and not path.is_file():  # such as /dev/stdout
-            path.write_text(text)
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # such as /dev/stdout
+            if not unfinished:
+                path.write_text(text)
             return
         draft = path.with_name(f".{path.name}.draft")
         draft.write_text(text)
