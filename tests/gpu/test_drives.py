@@ -7,6 +7,7 @@ put their commands in a drive's terms. What a drive's own side needs is tested i
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Callable
@@ -85,7 +86,8 @@ def test_memory_is_exported_as_a_dma_buf(device: CudaDevice) -> None:
 
         assert "exp_name:" in facts
         assert nbytes == _EXPORT_BYTES
-        assert said == 0 or os.strerror(said)
+        refused = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTTY, errno.EOPNOTSUPP)
+        assert said in (0, *refused)
 
 
 def test_memory_of_the_host_is_not_exported(device: CudaDevice) -> None:

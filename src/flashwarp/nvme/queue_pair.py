@@ -230,7 +230,9 @@ class QueuePairs(NotCopied):
         rings = count * (sq_bytes + cq_bytes + 2 * _DOORBELL_STRIDE)
         heartbeat_bytes = _DOORBELL_STRIDE
         if drive is not None and drive.rings_on_device:
-            self._rings = device.allocate(rings + heartbeat_bytes + _RING_ALIGNMENT)
+            # Whole pages are exported: the last one is ours, too.
+            nbytes = align_up(rings + heartbeat_bytes, unit) + _RING_ALIGNMENT
+            self._rings = device.allocate(nbytes)
         else:
             self._rings = device.allocate_host(rings + heartbeat_bytes)
         ring_begin = align_up(self._rings.address, unit)

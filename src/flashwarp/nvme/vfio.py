@@ -227,14 +227,15 @@ class VfioController(Controller, endings.Closing):
             Reset the PCI function, or its slot, and not only the controller. Refused while a GPU
             has the registers mapped, since a late store of its kernels would fail on the bus.
         """
-        gpus = sorted({each.device.name for each in tuple(self._services) if each.on_gpu})
-        if function and gpus:
-            raise ArgumentError(
-                f"reset(function=True) of {self.bdf} while arrays on {', '.join(gpus)} use it: "
-                "close them first, or reset the controller alone"
-            )
-        with drive_errors(self.bdf):
-            self.native.reset(function)
+        with self._lock:
+            gpus = sorted({each.device.name for each in self._services if each.on_gpu})
+            if function and gpus:
+                raise ArgumentError(
+                    f"reset(function=True) of {self.bdf} while arrays on {', '.join(gpus)} use it: "
+                    "close them first, or reset the controller alone"
+                )
+            with drive_errors(self.bdf):
+                self.native.reset(function)
 
     def attach(self, storage: Namespace, destination: Destination) -> VfioService:
         """Create queue pairs in the drive for one of its namespaces; see `Controller.attach`."""
@@ -243,8 +244,8 @@ class VfioController(Controller, endings.Closing):
                 f"{storage!r} is no namespace of {self!r}: give it {self.bdf}'s own, "
                 "controller.namespace(1), or a ControllerGroup of the members' controllers"
             )
-        service = VfioService(storage, destination, self)
-        with self._lock:
+        with self._lock:  # so that no reset of the function comes in between
+            service = VfioService(storage, destination, self)
             self._services.add(service)
         return service
 
@@ -453,9 +454,11 @@ class VfioService(Service):
 
     def stop(self) -> None:
         """Delete the queues in the drive, and free their memory; blocks. May be called twice."""
-        self._owned.close()
-        self._native = self._queues = None
-        self._controller._ended(self)
+        try:
+            self._owned.close()
+        finally:
+            self._native = self._queues = None
+            self._controller._ended(self)
 
     def __repr__(self) -> str:
         of = "stopped" if self._native is None else f"of {self._storage!r}"
