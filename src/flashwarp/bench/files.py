@@ -290,7 +290,14 @@ class _Files:
         seconds = device_seconds(
             self._device,
             lambda: self._program[kernel](
-                what, buffers, piece, whole // piece, self._wrong, *times, warps=warps
+                what,
+                buffers,
+                piece,
+                whole // piece,
+                self._wrong,
+                *times,
+                warps=warps,
+                block_threads=min(256, 32 * warps),
             ),
         )
         return seconds if int(self._wrong.copy_to_host()[0]) == 0 else 0.0

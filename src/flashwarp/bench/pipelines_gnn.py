@@ -127,6 +127,8 @@ class _Features:
         settings: dict[str, Any] = {
             "dtype": np.float32, "shape": self.memory.shape, "device": self.bench.device,
             "cache": min(16 << 20, self.memory.nbytes // 16),
+            # As long as a row: what is gathered without a pipeline reads no row that nobody wants.
+            "line": min(4096, 4 * self.dim),
         }  # fmt: skip
         source: Any = fw.storage.Memory(self.memory, writable=False)
         if storage != "memory":

@@ -237,7 +237,9 @@ class Core:
                     return True
                 if window is None and tier.grown:
                     return False
-                if window is not None:
+                if window is None:
+                    tier.awaited.pop(entry, None)
+                else:
                     tier.awaited[entry] = tier.table.keys_in(window)
                 self.check_threads()
                 if clock.look() >= timeout_s:
