@@ -119,7 +119,7 @@ def _add(
     total, steps = int(lengths.sum()), len(lengths)
     rates = [total / each.read_s / 1e9 for each in found]
     written = [total / each.write_s / 1e9 for each in found]
-    one = alone.setdefault(name, rates[0])
+    one = alone.setdefault(name, rates[0]) if count == 1 else alone.get(name, 0.0)
     tiers = [each.restarts_from for each in found]
     report.add(
         Row(
@@ -175,7 +175,17 @@ def _processes(devices: list[str]) -> Iterator[Callable[[_Order], list[_Answer]]
     def ask(order: _Order) -> list[_Answer]:
         for ours, _ in ends:
             ours.send(order)
-        return [_answer_of(rank, ours) for rank, (ours, _) in enumerate(ends)]
+        answers: list[_Answer] = []
+        failures: list[FlashwarpError] = []
+        for rank, (ours, _) in enumerate(ends):
+            try:
+                answers.append(_answer_of(rank, ours))
+            except FlashwarpError as error:
+                failures.append(error)
+        if failures:
+            # A broken barrier is what the others see of a failure.
+            raise min(failures, key=lambda error: "BrokenBarrierError" in str(error))
+        return answers
 
     for process in started:
         process.start()

@@ -24,7 +24,7 @@ from flashwarp.errors import ArgumentError, ClosedError, DeviceError, DeviceOutO
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-
+# Pinned memory that a device keeps for its next user.
 _SPARE_BYTES = 256 << 20
 
 
@@ -137,7 +137,7 @@ def host_only(device: Home, nbytes: int, alignment: int) -> DeviceMemory:
 class Spares:
     """Pinned memory that its user gave back, for the next user of a device.
 
-    To pin memory takes 0.3 s for each GiB, and often more than to use it. At most 256 MiB are kept.
+    To pin memory often takes longer than to use it. At most 256 MiB are kept.
     """
 
     def __init__(self) -> None:

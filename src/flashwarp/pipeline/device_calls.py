@@ -57,8 +57,8 @@ class DeviceCalls(endings.Closing):
 
     While a kernel waits for a batch on a GPU, the engine calls the driver for it. So no thread of
     the program may then make a call that waits for the device while it holds the driver, such as
-    cudaFree or the loading of a module: the kernel's wait would run out of time. The library's own
-    calls of this kind wait for the kernel first.
+    cudaFree: the kernel's wait would run out of time. The library's own calls of this kind wait
+    first for kernels that it has launched, but not for those of replayed CUDA graphs.
     """
 
     def __init__(
