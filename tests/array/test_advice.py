@@ -181,7 +181,8 @@ def test_short_rows_at_random_are_advised_a_line_that_fits(tmp_path: Path) -> No
         assert x.explain().advice == ()
 
         x.gather(np.random.default_rng(1).permutation(len(x))[:8192])
-        (sentence,) = x.explain().advice
+        # A busy machine may have another sentence, on memory that others take meanwhile.
+        (sentence,) = (each for each in x.explain().advice if "for each byte used" in each)
 
         assert f"{x.stats.io_amplification:.1f} bytes were read for each byte used" in sentence
         assert "line=512 " in sentence

@@ -262,6 +262,7 @@ MUTANTS = {
             "rows",
             "weak",
             4,
+            strategy="rival",
         ),
         Mutant(
             "lookup-no-second-look",
@@ -1230,7 +1231,7 @@ MUTANTS = {
         ),
         Mutant(
             "epoch-unlooked-by-residents",
-            _ROWS,
+            _SHORT_HIT,
             "!holds || epoch != 0",
             "!holds",
             "so does one of a few rows, which has a way of its own",
