@@ -77,22 +77,21 @@ def test_what_comes_too_late_is_said(tmp_path: Path) -> None:
     assert report.rows == []
 
 
-def test_a_torch_that_closes_the_stager_of_its_caller_saves_twice(
+def test_a_torch_whose_stager_closes_its_copier_saves_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # torch before 2.13 does so at the end of each save, and the second one failed.
-    import torch.distributed.checkpoint as dcp
+    import torch.distributed.checkpoint.staging as staging
 
-    save, closed = dcp.async_save, []
+    stage, closed = staging.DefaultStager.stage, []
 
-    def closing(*arguments: Any, async_stager: Any, **options: Any) -> Any:
-        saved = save(*arguments, async_stager=async_stager, **options)
-        saved.result(60)
-        async_stager.close()
-        closed.append(async_stager)
-        return saved
+    def closing(self: Any, *arguments: Any, **options: Any) -> Any:
+        staged = stage(self, *arguments, **options)
+        self._state_dict_stager.close()
+        closed.append(self)
+        return staged
 
-    monkeypatch.setattr(dcp, "async_save", closing)
+    monkeypatch.setattr(staging.DefaultStager, "stage", closing)
     report = empty()
 
     others.add_state(report, resolve("cpu"), tmp_path, 1 << 20, 1e-3, lambda: False, ["process"])

@@ -72,8 +72,8 @@ def _async_save(kind: str, device: Device, tensor: Any, path: Path) -> float:
 def _kept_stager(device: Device) -> Iterator[Any]:
     """Make a stager that keeps its pinned memory from one save to the next.
 
-    torch before 2.13 closes the caller's stager at the end of each save, and the next save fails
-    with ``KeyError: <class 'type'>``.
+    torch before 2.13 closes the copier inside the stager at the end of each save, and the next save
+    fails with ``KeyError: <class 'type'>``.
     """
     staging: Any = importlib.import_module("torch.distributed.checkpoint.staging")
     on_gpu = device.kind == "cuda"
@@ -84,7 +84,8 @@ def _kept_stager(device: Device) -> Iterator[Any]:
             use_non_blocking_copy=on_gpu,
         )
     )
-    close, stager.close = stager.close, lambda: None
+    copier = stager._state_dict_stager
+    close, copier.close = copier.close, lambda: None
     try:
         yield stager
     finally:
