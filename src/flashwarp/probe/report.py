@@ -7,6 +7,7 @@ versions, machine, settings and seeds, and each row its footprint.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -110,6 +111,10 @@ class Report:
             self.failed[name] = f"{type(error).__name__}: {error}"
             self._keep()
 
+    @functools.cached_property
+    def _provenance(self) -> dict[str, Any]:
+        return provenance(self.device)
+
     def _keep(self) -> None:
         if self.kept_at is not None:
             self.save(self.kept_at, unfinished=True)
@@ -146,7 +151,7 @@ class Report:
         content: dict[str, Any] = {
             "title": self.title,
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            **provenance(self.device),
+            **self._provenance,
             "settings": self.settings,
             "seeds": self.seeds,
             "rows": [{**asdict(row), "ratio": row.ratio} for row in self.rows],
