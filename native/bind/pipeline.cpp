@@ -194,14 +194,14 @@ void bind_pipeline(nb::module_& m) {
       .def("let_go", &BatchEngine::let_go, WithoutGil());
   m.def(
       "decide_workers",
-      [](std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, double, uint32_t> state, int64_t io_ns,
-         int64_t idle_ns, uint64_t nbytes, uint32_t low, uint32_t high) {
-        const auto& [count, calm, patience, before, before_ns, hold] = state;
-        const WorkerState next =
-            decide_workers({count, calm, patience, before, before_ns, hold, WorkerReason::kNone},
-                           {io_ns, idle_ns, nbytes}, {low, high});
+      [](std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, double, double, uint32_t> state,
+         int64_t io_ns, int64_t idle_ns, uint64_t nbytes, uint32_t low, uint32_t high) {
+        const auto& [count, calm, patience, before, before_io, before_idle, hold] = state;
+        const WorkerState next = decide_workers(
+            {count, calm, patience, before, before_io, before_idle, hold, WorkerReason::kNone},
+            {io_ns, idle_ns, nbytes}, {low, high});
         return std::tuple(std::tuple(next.count, next.calm, next.patience, next.before,
-                                     next.before_ns_per_byte, next.hold),
+                                     next.before_io, next.before_idle, next.hold),
                           std::string(text_of(next.reason)));
       },
       nb::arg("state"), nb::arg("io_ns"), nb::arg("idle_ns"), nb::arg("nbytes"), nb::arg("low"),

@@ -12,19 +12,22 @@ WorkerState decide_workers(WorkerState state, const WorkerWindow& window,
   state.count = std::clamp(state.count, limits.low, limits.high);
   const auto period_ns = double(window.io_ns + window.idle_ns);
   if (period_ns <= 0 || window.nbytes == 0) return state;
-  const double ns_per_byte = period_ns / double(window.nbytes);
+  const double io = double(window.io_ns) / double(window.nbytes);
+  const double idle = double(window.idle_ns) / double(window.nbytes);
   const double busy = double(window.io_ns) / period_ns;
 
   const auto change = [&](uint32_t count, WorkerReason reason) {
     state.before = state.count;
-    state.before_ns_per_byte = ns_per_byte;
+    state.before_io = io;
+    state.before_idle = idle;
     state.count = count;
     state.calm = 0;
     state.reason = reason;
   };
   const uint32_t before = std::exchange(state.before, 0);
   if (before >= limits.low && before <= limits.high && before != state.count) {
-    if (ns_per_byte > kSlowedFactor * state.before_ns_per_byte) {
+    const double time_before = state.before_io + state.before_idle;
+    if (io + std::min(idle, state.before_idle) > kSlowedFactor * time_before) {
       // Of too many workers, such as on more cores than there are, or of too few.
       if (before < state.count) state.hold = state.patience;
       state.patience = std::min(2 * state.patience, kPatienceMax);

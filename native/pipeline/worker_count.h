@@ -29,11 +29,12 @@ enum class WorkerReason : uint8_t {
 
 struct WorkerState {
   uint32_t count = 1;
-  uint32_t calm = 0;              // windows in a row for which fewer would be enough
-  uint32_t patience = 3;          // windows that it takes to have fewer
-  uint32_t before = 0;            // the count before the last change; 0: it has been judged
-  double before_ns_per_byte = 0;  // and what a byte took then
-  uint32_t hold = 0;              // windows for which more are not tried again
+  uint32_t calm = 0;       // windows in a row for which fewer would be enough
+  uint32_t patience = 3;   // windows that it takes to have fewer
+  uint32_t before = 0;     // the count before the last change; 0: it has been judged
+  double before_io = 0;    // I/O of a byte then, in ns
+  double before_idle = 0;  // and the pauses
+  uint32_t hold = 0;       // windows for which more are not tried again
   WorkerReason reason = WorkerReason::kNone;  // of the last decision
 };
 
@@ -42,7 +43,8 @@ inline constexpr double kBusyShare = 0.95;
 // Fewer workers may fill this share of it at most. Less than the above, so that a steady load has a
 // steady count.
 inline constexpr double kFilledShare = 0.85;
-// Batches that take longer by this factor were slowed.
+// Batches that take longer by this factor were slowed. A pause that became longer does not count:
+// the submitter made it, such as between two epochs.
 inline constexpr double kSlowedFactor = 1.03;
 inline constexpr uint32_t kPatienceMin = 3;
 inline constexpr uint32_t kPatienceMax = 64;

@@ -12,8 +12,9 @@
 namespace fw::native::pipeline {
 namespace {
 
-// Between looks at queue pairs with commands in flight: a few of them end meanwhile.
-constexpr timespec kNap = {0, 5'000};
+// Between looks at queue pairs with commands in flight: a few of them end meanwhile. Naps become
+// longer while none ends, as with large ones, so that waiting takes little of a core.
+constexpr int64_t kNapMinNs = 5'000, kNapMaxNs = 40'000;
 constexpr uint32_t kLooksPerNap = 32;
 
 void relax() {
@@ -49,7 +50,7 @@ void BatchEngine::Core::work(uint32_t index) {
   Lane& lane = *lanes[index];
   std::vector<EndedRun> ended;
   uint32_t aborts_seen = 0, looks = 0;
-  int64_t idle_since_ns = 0;
+  int64_t idle_since_ns = 0, nap_ns = kNapMinNs;
   while (true) {
     // Before the look for work, so that a wake-up after it is not missed.
     const uint32_t epoch = sleepers[index]->epoch();
@@ -66,13 +67,16 @@ void BatchEngine::Core::work(uint32_t index) {
     if (moved) {
       looks = 0;
       idle_since_ns = 0;
+      nap_ns = kNapMinNs;
       continue;
     }
     if (workers_end.load(std::memory_order_acquire)) return;
     relax();
     if (++looks % kLooksPerNap != 0) continue;
     if (!lane.idle()) {
-      nanosleep(&kNap, nullptr);
+      const timespec nap = {0, nap_ns};
+      nanosleep(&nap, nullptr);
+      nap_ns = std::min(2 * nap_ns, kNapMaxNs);
       continue;
     }
     const int64_t now_ns = monotonic_ns();
@@ -233,6 +237,8 @@ void BatchEngine::Core::add_run(Run run, Lane& lane) {
 
 // Counts what has ended. What was aborted for another batch's sake begins again.
 void BatchEngine::Core::settle(Lane& lane, std::vector<EndedRun>& ended) {
+  // Before the end of a batch, so that who has waited for it finds them.
+  if (!ended.empty()) runs.fetch_add(ended.size(), std::memory_order_relaxed);
   uint64_t nbytes = 0;
   Chunk* chunk = nullptr;
   for (const EndedRun& each : ended) {
@@ -260,7 +266,6 @@ void BatchEngine::Core::settle(Lane& lane, std::vector<EndedRun>& ended) {
     nbytes += run.nbytes;
   }
   if (chunk != nullptr) end_bytes(*chunk, nbytes);
-  if (!ended.empty()) runs.fetch_add(ended.size(), std::memory_order_relaxed);
   ended.clear();
 }
 

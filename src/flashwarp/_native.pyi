@@ -527,13 +527,13 @@ class BatchEngine:
     def let_go(self) -> None: ...
 
 def decide_workers(
-    state: tuple[int, int, int, int, float, int],
+    state: tuple[int, int, int, int, float, float, int],
     io_ns: int,
     idle_ns: int,
     nbytes: int,
     low: int,
     high: int,
-) -> tuple[tuple[int, int, int, int, float, int], str]: ...
+) -> tuple[tuple[int, int, int, int, float, float, int], str]: ...
 
 class HostCopier:
     def __init__(self) -> None: ...

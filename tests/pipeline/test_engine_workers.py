@@ -20,7 +20,7 @@ class Load:
     def __init__(self, low: int, high: int, rates: list[float], serial: bool = False) -> None:
         self.low, self.high, self.serial = low, high, serial
         self.rates = rates
-        self.state: tuple[int, int, int, int, float, int] = (high, 0, 3, 0, 0.0, 0)
+        self.state: tuple[int, int, int, int, float, float, int] = (high, 0, 3, 0, 0.0, 0.0, 0)
         self.changes: list[tuple[int, int, str]] = []
 
     def period_ns(self, workers: int, compute_ns: float, io_ns: float) -> tuple[float, float]:
@@ -102,6 +102,21 @@ def test_long_pauses_leave_the_fewest_workers_and_none_bring_all_back(
     assert load.state[0] == load.high
 
 
+@given(load=loads(), io=times, pause=times)
+def test_a_pause_behind_a_change_is_not_blamed_on_it(load: Load, io: float, pause: float) -> None:
+    slowest, _ = load.period_ns(load.low, 0, io)
+    load.run(20, 10 * load.high * slowest, io)
+    load.run(1, 0, io)
+    load.changes.clear()
+
+    # The first window with all workers has the end of an epoch in it.
+    load.run(1, io + 8 * pause, io)
+    load.run(20, 0, io)
+
+    assert load.changes == []
+    assert load.state[0] == load.high
+
+
 @given(load=loads(serial=True), compute=times, io=times)
 def test_who_waits_for_each_batch_is_slowed_seldom(load: Load, compute: float, io: float) -> None:
     load.run(20, compute, io)
@@ -120,7 +135,7 @@ def test_more_workers_that_slow_each_other_are_sent_away(
     low, high = -(-controllers // 4), -(-controllers // 2)
     rates = [0.0, *(1 - loss * (count - low) / high for count in range(1, high + 1))]
     load = Load(low, high, rates)
-    load.state = (low, 0, 3, 0, 0.0, 0)
+    load.state = (low, 0, 3, 0, 0.0, 0.0, 0)
     load.run(20, 0, io)
 
     periods = load.run(640, 0, io)
@@ -130,6 +145,6 @@ def test_more_workers_that_slow_each_other_are_sent_away(
 
 
 def test_a_window_without_time_or_bytes_changes_nothing() -> None:
-    state = (3, 1, 3, 0, 0.0, 0)
+    state = (3, 1, 3, 0, 0.0, 0.0, 0)
     assert _native.decide_workers(state, 0, 0, 5, 1, 4) == (state, "")
     assert _native.decide_workers(state, 5, 5, 0, 1, 4) == (state, "")
