@@ -63,7 +63,7 @@ nb::dict layouts() {
                rows_max)
   FW_STRUCTURE("batch_slot_state", batch::slot_state, issued, rows, held, next)
   FW_STRUCTURE("batch_direction", batch::direction, shared, states, failures, limit, row_bytes,
-               taken, meeting, found, log)
+               taken, meeting, found, log, late, full, looked)
   FW_STRUCTURE("pipeline", pipeline<float>, reads, writes)
   FW_STRUCTURE("submit_params", kernels::submit_params, rows, batch, stores)
   FW_STRUCTURE("missed_pieces", kernels::missed_pieces, hits, bytes, strays, stray)

@@ -410,8 +410,11 @@ Result Context::copy(const std::vector<Handle>& others, Handle event,
     }
     if (begin != nullptr) result = driver_.event_record(begin, stream);
     if (result == kSuccess) result = copy_pieces(pieces, stream);
-    const Result marked = driver_.event_record(end, stream);
     used(stream);
+    // Of a single piece that was refused, nothing is under way.
+    const bool queued = result == kSuccess || pieces.size() > 1;
+    if (end == nullptr || !queued) return result;
+    const Result marked = driver_.event_record(end, stream);
     recorded = marked == kSuccess;
     return result != kSuccess ? result : marked;
   });

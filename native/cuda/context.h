@@ -90,11 +90,12 @@ class Context {
   Result wait_word32(Handle stream, uint64_t address, uint32_t value) const;
   bool waits_for_words() const;
 
-  // Copies. The streams must not be default streams; `event` is as for `order`.
+  // Copies. A default stream takes one piece at a time, and no others before it; `event` is as for
+  // `order`.
   //
-  // Copies pieces on `stream` after the present work on other streams. Records `begin`, unless it
-  // is null, before the first piece, and `end` behind the last. `recorded` says whether `end` was:
-  // then what was queued before a failure ends before it.
+  // Copies pieces on `stream` after the present work on other streams. Records `begin` before the
+  // first piece, and `end` behind the last, unless they are null. `recorded` says whether `end`
+  // was: then what was queued before a failure ends before it.
   Result copy(const std::vector<Handle>& others, Handle event, const std::vector<Piece>& pieces,
               Handle begin, Handle end, Handle stream, bool& recorded) const;
   // Whether the driver copies many pieces in one call.

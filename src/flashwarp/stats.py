@@ -53,6 +53,8 @@ class Stats:
     On the CPU device, gathers that are larger than the cache copy rows out of the page cache
     straight to the caller. Such a row is a miss again the next time.
     """
+    bytes_copied: int = 0
+    """Of `bytes_read` and `bytes_used`, what copy engines moved past the cache: long ranges."""
 
     @property
     def hit_rate(self) -> float:

@@ -326,6 +326,27 @@ def test_keys_mean_what_they_mean_to_numpy(numbers: tuple[fw.Array, Reference], 
     np.testing.assert_array_equal(x[...], reference)
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        slice(3, 290), slice(-200, None), slice(250, 10, -3), slice(7, 7), slice(0, 300, 2),
+        range(3, 290), range(299, -1, -1), range(5, -5, -1), range(4, 4), range(9, 10, 5),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_gather_of_slices_and_ranges(numbers: tuple[fw.Array, Reference], chosen: Any) -> None:
+    x, reference = numbers
+    expected = reference[np.array(chosen, int) if isinstance(chosen, range) else chosen]
+    out = np.empty_like(expected)
+    x.prefetch(chosen)
+    np.testing.assert_array_equal(x.gather(chosen), expected)
+    assert x.gather(chosen, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(x.gather_async(chosen).result(), expected)
+    assert x.stats.bytes_copied == 0
+    assert "ranges" not in str(x.explain())
+
+
 def test_last_of_repeated_values_wins(numbers: tuple[fw.Array, Reference]) -> None:
     x, _ = numbers
     x[[4, 9, 4]] = np.arange(21, dtype=np.float32).reshape(3, 7)

@@ -51,6 +51,32 @@ def test_lines_of_every_size(tmp_path, device, line):
         assert (x.gather(index) == content[index]).all()
 
 
+def test_long_ranges_go_by_copy_engines_and_see_what_was_stored(device):
+    content = np.random.default_rng(5).integers(0, 1 << 30, (4096, 1024), np.int32)  # 16 MiB
+    torch = pytest.importorskip("torch")
+    out = torch.empty((4000, 1024), dtype=torch.int32, device="cuda")
+    memory = fw.storage.Memory(content.copy())
+    with fw.open(memory, "r+", "i4", content.shape, device=device, cache="1 MiB") as x:
+        # Some of these lines stay in the cache, dirty, and others are evicted meanwhile.
+        now = content.copy()
+        for first in (90, 3900, 2000):
+            now[first : first + 100] += first
+            x.scatter(np.arange(first, first + 100), now[first : first + 100])
+        rows = np.array([95, 4095])
+        now[rows] = -1
+        stream = torch.cuda.Stream()
+        x.scatter(rows, now[rows], stream=stream)
+        x.gather(slice(90, 4090), out=out, stream=stream)
+        with torch.cuda.stream(stream):
+            behind = out + 1
+        stream.synchronize()
+        assert (behind.cpu().numpy() == now[90:4090] + 1).all()
+        assert (x[:] == now).all()
+        assert (x.gather_async(range(4000), out).result().cpu().numpy() == now[:4000]).all()
+        assert x.stats.bytes_copied == (4000 + 4096 + 4000) * 4096
+        assert "by copy engines" in x.explain().ranges
+
+
 def test_read_only_resident_file_is_mapped(tmp_path, device):
     save(tmp_path / "a.npy", (4000, 256))
 

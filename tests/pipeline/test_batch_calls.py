@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,14 @@ FW_KERNEL finish(fw::pipeline<const int32_t> p, uint64_t ticket, uint64_t* out) 
 
 FW_KERNEL finish_oldest(fw::pipeline<const int32_t> p, uint64_t* out) {
   out[0] = p.prefetch_synchronize();
+}
+
+// Goes on whatever happens. out: for each batch whether it was synchronized.
+FW_KERNEL rounds(fw::pipeline<const int32_t> p, uint64_t n, int32_t* to, uint64_t* out) {
+  for (uint64_t i = 0; i < n; i++) {
+    const uint64_t ticket = fw::block::prefetch_seq(p, i, 1, to + 16 * i);
+    out[i] = fw::block::prefetch_synchronize(p, ticket) == 0;
+  }
 }
 
 FW_KERNEL only_some(fw::pipeline<const int32_t> p, const int64_t* ids, int32_t* to,
@@ -360,6 +369,53 @@ def test_a_batch_that_does_not_end_may_be_waited_for_again(
         assert seen[0] == 0
         np.testing.assert_array_equal(to[0], table[4])
         calls.check()
+
+
+def test_only_the_first_wait_for_a_late_engine_takes_its_time(
+    program: Any, table: np.ndarray, tmp_path: Path
+) -> None:
+    table.tofile(tmp_path / "t")
+    plan = FaultPlan.parse("read delay=2000000us n=1")
+    storage = Faulty(File(tmp_path / "t", o_direct=True), plan)
+    to, seen = np.zeros((30, WIDTH), np.int32), out(30)
+    with Opened(storage, timeout_s=0.2) as calls:
+        began = time.monotonic()
+        program["rounds"](calls, 30, to, seen, warps=1)
+        # Else 30 waits for batches, and 26 for slots.
+        assert time.monotonic() - began < 1.5
+        assert not seen.any()
+
+        # Nobody has looked, but the engine has answered: each batch comes again.
+        threading.Event().wait(2.2)
+        for _ in range(4):
+            program["finish_oldest"](calls, seen, warps=1)
+            assert seen[0] == 0
+        program["rounds"](calls, 30, to, seen, warps=1)
+        assert seen.all()
+        np.testing.assert_array_equal(to, table[:30])
+        with pytest.raises(ControllerTimeout, match=r"ticket 1, .* \(the first of .* such"):
+            calls.check()
+
+
+def test_only_the_first_wait_for_a_slot_takes_its_time(program: Any, table: np.ndarray) -> None:
+    to, seen = np.zeros((1, WIDTH), np.int32), out()
+    with Opened(Memory(table), slots=2, timeout_s=0.5) as calls:
+        took = []
+        for _ in range(5):
+            began = time.monotonic()
+            program["begin"](calls, 0, 1, to, seen, warps=1)
+            took.append(time.monotonic() - began)
+        assert seen[0] == REFUSED
+        assert took[2] >= 0.5
+        assert took[3] + took[4] < 0.5
+
+        with pytest.raises(DeviceTimeout, match="first of 3 such"):
+            calls.check()
+        began = time.monotonic()
+        program["begin"](calls, 0, 1, to, seen, warps=1)
+        assert time.monotonic() - began >= 0.5, "the host has looked, so it may be freed by now"
+        with pytest.raises(DeviceTimeout, match="free slot"):
+            calls.check()
 
 
 def test_arguments_of_a_wrong_kind_are_refused(program: Any, calls: DeviceCalls) -> None:

@@ -18,10 +18,10 @@ pytest.importorskip("cuda.bindings.driver")
 pytest.importorskip("cuda.bindings.nvrtc")
 
 import flashwarp as fw
+from flashwarp.array import copying
 from flashwarp.device import CudaDevice, DeviceArray, OwnedStream
 from flashwarp.errors import ArgumentError, CaptureError
 from flashwarp.nvme import software
-from flashwarp.pipeline import copying
 from support import fake_cuda
 from support.cuda_arrays import gpu
 from support.fake_cuda import fake

@@ -352,16 +352,17 @@ class Context:
         mark: int,
         pieces: Sequence[tuple[int, int, int]],
         begin: int,
-        end: End,
+        end: End | None,
         stream: int,
     ) -> None:
         """Copy pieces (target, source, bytes) after the present work of other streams.
 
-        Records the event `begin`, unless it is 0, before the first piece, and `end` behind the
-        last; then appends an entry. No signal handler runs between these steps. If the call fails
-        and the entry was appended, its event marks the end of what had been queued.
+        Records the event `begin`, unless it is 0, before the first piece, and `end`, if any, behind
+        the last; then appends its entry. No signal handler runs between these steps. If the call
+        fails and the entry was appended, its event marks the end of what had been queued.
         """
         self._require_open()
+        end = End(0, [], ()) if end is None else end
         result, _ = self.calls.copy_and_append(
             others, mark, list(pieces), begin, end.event, stream, end.entries, end.entry
         )

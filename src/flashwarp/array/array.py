@@ -36,7 +36,7 @@ from flashwarp.array.futures import Future
 from flashwarp.array.launcher import Verb, Watcher
 from flashwarp.array.operands import Index, Operands, Rows, host_empty, host_index, is_foreign
 from flashwarp.array.rows import ArrayStruct, RowFormat
-from flashwarp.array.selection import Selection, rows_of_slice, select
+from flashwarp.array.selection import Selection, select
 from flashwarp.cache.cache import Cache
 from flashwarp.config import flag
 from flashwarp.device import Device, stream_handle
@@ -277,7 +277,7 @@ class Array(endings.Closing):
 
         Parameters
         ----------
-        idx : array of int, any shape
+        idx : array of int, any shape; slice; or range
             Rows of the first axis; negative ones count from the end. On a GPU: anything with
             `__cuda_array_interface__` or DLPack, int32 or int64; or a numpy array.
         out : array, optional
@@ -291,7 +291,7 @@ class Array(endings.Closing):
         Returns
         -------
         array
-            `out`, or a new array of the library that `idx` belongs to.
+            `out`, or a new array of the library that `idx` belongs to; of a slice or range, numpy.
 
         Raises
         ------
@@ -308,6 +308,12 @@ class Array(endings.Closing):
             If the call cannot become part of the CUDA graph that is being captured.
         StorageError
             If a transfer failed; rows of lines that could be read are in `out`.
+
+        Notes
+        -----
+        If a GPU reads the storage in place, copy engines read slices and ranges that are at least
+        twice as long as the cache. They pass the cache: lines that were stored to are written back
+        first, in the order of the stream, and no line enters. `explain` says whether they do.
         """
         attachment = self._attachment
         if attachment.tensors is not None:
@@ -331,10 +337,9 @@ class Array(endings.Closing):
     @_locked
     def _gather(self, idx: object, out: object, stream: object) -> Any:
         self._need_axis()
-        operands = self._operands_of(stream)
-        index = operands.index(idx)
-        target = operands.target(out, index, stream)
-        self._move("gather", index, target, stream)
+        chosen = self._choose(idx, stream)
+        target = self._operands_of(stream).target(out, chosen, stream)
+        self._move("gather", chosen, target, stream)
         return target.finish(stream)
 
     def __getitem__(self, key: object) -> Any:
@@ -449,8 +454,8 @@ class Array(endings.Closing):
 
         Parameters
         ----------
-        idx : slice, or array of int
-            Rows of the first axis; arrays as for `gather`.
+        idx : array of int, slice, or range
+            As for `gather`.
         out : array, optional
             As for `gather`. Leave it and `idx` unchanged until the future is done.
         stream : optional
@@ -495,8 +500,8 @@ class Array(endings.Closing):
     def prefetch(self, idx_or_slice: object, stream: object = None) -> None:
         """Start fetching rows into the cache; does not wait for their data.
 
-        Takes the indices that `gather` takes, or a slice, and a stream as `gather` does. Skips
-        lines that find no free frame.
+        Takes the rows that `gather` takes, and a stream as `gather` does. Skips lines that find no
+        free frame.
         """
         attachment = self._attachment
         if attachment.tensors is not None:
@@ -564,7 +569,7 @@ class Array(endings.Closing):
 
         Parameters
         ----------
-        idx : slice, or array of int
+        idx : array of int, slice, or range
             As for `gather_async`. If an index repeats, one of its rows is kept.
         values : array
             As for `scatter`. Leave it unchanged until the future is done.
@@ -975,19 +980,18 @@ class Array(endings.Closing):
         if not len(chosen) or not self._format.row_bytes:
             return
         run = self._join(verb, chosen, rows, stream)
-        self._attachment.launcher.move(verb, chosen, rows.address, run, sms=sms)
+        launcher = self._attachment.launcher
+        launcher.move(verb, chosen, rows.address, run, sms=sms)
         self._lend(chosen, rows, run, stream)
         self._finish(verb, run, stream)
+        if stream is None and launcher.copies is not None and launcher.copies.spoilt():
+            # Warps, which read it now, know what a writer may change.
+            launcher.move(verb, chosen, rows.address, run)
+            self._finish(verb, run, stream)
 
     def _choose(self, idx_or_slice: object, stream: object) -> range | Index:
         """Check which rows a call is about, and place their numbers where kernels read them."""
-        operands = self._operands_of(stream)
-        if not isinstance(idx_or_slice, slice):
-            return operands.index(idx_or_slice)
-        rows = rows_of_slice(idx_or_slice, self.shape[0])
-        if rows.step == 1 or len(rows) < 2:
-            return rows
-        return operands.index(host_index(rows))
+        return self._operands_of(stream).choose(idx_or_slice)
 
     _place_ids = _locked(_choose)
 

@@ -19,6 +19,7 @@ from functools import partial
 from flashwarp import endings
 from flashwarp._waiting import Waited
 from flashwarp.array.calls import Calls, time_limit_s
+from flashwarp.array.copying import RangeCopies
 from flashwarp.array.failures import Failures
 from flashwarp.array.launcher import Launcher
 from flashwarp.array.operands import Operands
@@ -120,6 +121,10 @@ class Attachment(endings.NotCopied):
             self._failures = Failures(service, storage.path, format.shape)
             self.launcher = Launcher(volume, service, format)
             made.callback(self.launcher.let_go)
+            if not self.launcher.on_cpu:
+                self.launcher.copies = RangeCopies(
+                    volume, service, storage, format.row_bytes, writable=writable
+                )
             self.operands = Operands(cache.device, format, cache.device)
             self.tensors = tensor_calls(self.launcher, self._streams)
             self.calls = Calls(self.launcher, self.operands, self._failures, self.tensors)
@@ -143,8 +148,14 @@ class Attachment(endings.NotCopied):
     def stats(self) -> Stats:
         """Read the counters; not one snapshot while calls run."""
         queues = self.launcher.service.queues.counters()
+        counters = self.launcher.volume.counters()
+        copies = self.launcher.copies
+        copied = 0 if copies is None else copies.nbytes
+        counters["bytes_read"] += copied
+        counters["bytes_used"] += copied
         return Stats(
-            **self.launcher.volume.counters(),
+            **counters,
+            bytes_copied=copied,
             commands=queues.commands,
             doorbells=queues.doorbells,
             helps=queues.helps,

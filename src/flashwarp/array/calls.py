@@ -34,8 +34,7 @@ from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.array.failures import Failures
 from flashwarp.array.futures import Future
 from flashwarp.array.launcher import Launcher, Verb
-from flashwarp.array.operands import Index, Operands, Rows, host_index
-from flashwarp.array.selection import rows_of_slice
+from flashwarp.array.operands import Index, Operands, Rows
 from flashwarp.cache.structs import ErrorRecordStruct, FailureStruct
 from flashwarp.device import DeviceArray, Event, OwnedStream, stream_handle
 from flashwarp.device.scratch import Scratch
@@ -217,7 +216,7 @@ class Calls:
             found: Any = self._tensors.operands(idx, operand, stream)
             if found is not None:
                 return self._make_short(idx, *found)
-        chosen = self._choose(idx)
+        chosen = self._operands.choose(idx)
         library = self._operands.place_of(chosen)[1]
         gather = verb == "gather"
         if gather:
@@ -264,15 +263,6 @@ class Calls:
                 f"{verb}_async cannot become part of a CUDA graph, because its future is of one "
                 f"call: {instead}"
             )
-
-    def _choose(self, idx: object) -> range | Index:
-        """Return which rows are meant. Rows that lie back to back are a range."""
-        if isinstance(idx, slice):
-            chosen = rows_of_slice(idx, self._operands.format.row_count)
-            if chosen.step == 1 or len(chosen) < 2:
-                return chosen
-            idx = host_index(chosen)
-        return self._operands.index(idx)
 
     def _streams_before(self, stream: object, *libraries: str) -> list[int]:
         """Return the streams whose work comes first: the caller's, or those of its libraries."""

@@ -137,6 +137,8 @@ class ClientLauncher(_Owners):
         Line accesses that found their line, those that asked the owner, and bytes for the caller.
     """
 
+    copies = None
+
     def __init__(
         self,
         client: Client,

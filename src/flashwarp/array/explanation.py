@@ -30,6 +30,8 @@ class Explanation:
     controller: dict[str, Any]
     cache: str
     device: str
+    ranges: str = ""
+    """On a GPU, what reads ranges of rows, and how much copy engines have read."""
     advice: tuple[str, ...] = ()
     """What the counters advise. Empty if there is nothing to change, or if little was read yet."""
 
@@ -43,6 +45,7 @@ class Explanation:
                 f"engine      {engine}",
                 f"cache       {self.cache}",
                 f"device      {self.device}",
+                *([f"ranges      {self.ranges}"] if self.ranges else []),
                 *(f"advice      {sentence}" for sentence in self.advice),
             )
         )
@@ -60,6 +63,7 @@ def explain(attachment: Attachment, why: str) -> Explanation:
             cache=repr(attachment.cache),
             device=attachment.device.describe(),
         )
+    copies = attachment.launcher.copies
     if why and service.changes:
         why = f"when it was opened, {why}"
     return Explanation(
@@ -70,6 +74,7 @@ def explain(attachment: Attachment, why: str) -> Explanation:
         controller=service.describe(),
         cache=f"{attachment.cache!r}{attachment.launcher.volume.tier_note()}",
         device=attachment.device.describe(),
+        ranges="" if copies is None else copies.note(),
         advice=advise(_usage(attachment)),
     )
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from flashwarp import _native, config
 from flashwarp._jit.driver import End
+from flashwarp.array.copying import RangeCopies
 from flashwarp.array.deferral import NOT_DEFERRED, Deferral, Deferred
 from flashwarp.array.operands import Index
 from flashwarp.array.rows import (
@@ -105,6 +106,8 @@ class Launcher:
         each offset.
     graphs : CudaGraphs
         Counts the CUDA graphs that contain launches of the array.
+    copies : RangeCopies or None
+        Chooses which ranges are read by copy engines; None: warps or threads read all.
     """
 
     def __init__(self, volume: Volume, service: Service, format: RowFormat) -> None:  # noqa: A002
@@ -117,6 +120,7 @@ class Launcher:
         # serves those that hit first; a trace is of accesses in their order.
         self.in_order = False
         self.moved = _native.Moved()
+        self.copies: RangeCopies | None = None
         self.graphs = _native.CudaGraphs()
         self._capture: int | None = None  # that `graphs` has counted last
         self._wake_call: _native.WakeCall | None = None
@@ -159,6 +163,7 @@ class Launcher:
         made = Launcher(volume, self.service, self.format)
         made.watchers = self.watchers
         made.moved = self.moved
+        made.copies = self.copies
         return made
 
     # Rows.
@@ -335,11 +340,18 @@ class Launcher:
     ) -> None:
         """Launch the copying of chosen rows; those of a range lie back to back.
 
-        On a GPU at most `sms` multiprocessors copy; default: as many as all rows can use.
+        On a GPU at most `sms` multiprocessors copy; default: as many as all rows can use. Copy
+        engines read long ranges, past the cache.
         """
         self.moved.add(len(chosen))
         if self.watchers:
             self._show_rows(chosen, counting)
+        copies = self.copies if verb == "gather" and isinstance(chosen, range) else None
+        if copies is not None and copies.takes(chosen, stream):
+            if copies.writable:
+                self.maintain("flush_lines", chosen=chosen, stream=stream)
+            copies.read(chosen, buffer, stream, end)
+            return
         strays = 0
         if verb == "scatter" and isinstance(chosen, Index) and not chosen.checked:
             strays = self._word_for_strays(stream)
@@ -443,9 +455,12 @@ class Launcher:
         self._start("land_lines", bytes(params), LAND_WARPS, stream)
 
     def _lines(self, chosen: range) -> int:
-        begin = chosen.start * self.format.row_bytes
-        end = begin + len(chosen) * self.format.row_bytes
+        begin, end = self._bytes(chosen)
         return _lines_between(begin, end, self.volume.cache.line_bytes)
+
+    def _bytes(self, chosen: range) -> tuple[int, int]:
+        row_bytes = self.format.row_bytes
+        return chosen.start * row_bytes, (chosen.start + len(chosen)) * row_bytes
 
     def _word_for_strays(self, stream: int | None) -> int:
         """Return the address of the word in which a check counts strays for the next scatter."""
@@ -505,17 +520,22 @@ class Launcher:
         drop: int = 0,
         served: bool = True,
         stream: int | None = None,
+        chosen: range | None = None,
     ) -> None:
         """Launch a maintenance kernel over the array's lines; default: warps for all frames.
 
-        If its service has stopped, the array is not `served`.
+        If its service has stopped, the array is not `served`. A flush may be of chosen rows only.
         """
-        volume = self.volume
+        volume, line_bytes = self.volume, self.volume.cache.line_bytes
+        first, last = 0, volume.line_count - 1
+        if chosen is not None:
+            begin, end = self._bytes(chosen)
+            first, last = begin // line_bytes, (end - 1) // line_bytes
         params = MaintenanceParams(
             cache=volume.cache.address,
             volume=volume.address,
-            line_begin=volume.line_begin,
-            line_end=volume.line_begin + volume.line_count,
+            line_begin=volume.line_begin + first,
+            line_end=volume.line_begin + last + 1,
             opcode=opcode,
             drop=drop,
         )

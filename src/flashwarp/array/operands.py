@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp.array.rows import RowFormat, host_indices
+from flashwarp.array.selection import rows_of_slice
 from flashwarp.device import (
     ArrayView,
     Device,
@@ -27,7 +28,7 @@ from flashwarp.device import (
 from flashwarp.device.scratch import Scratch
 from flashwarp.errors import ArgumentError, DeviceOutOfMemory, DtypeError, IndexDtypeError
 
-__all__ = ["Index", "Operands", "Rows", "host_empty", "host_index", "is_foreign"]
+__all__ = ["Index", "Operands", "Rows", "host_empty", "host_index", "is_foreign", "rows_of"]
 
 # Libraries that can allocate a result on a GPU; callers of others get a `DeviceArray`.
 _ALLOCATING = ("torch", "cupy")
@@ -114,6 +115,17 @@ def host_index(chosen: range) -> npt.NDArray[np.int64]:
     return np.cumsum(index, out=index)
 
 
+def rows_of(part: slice | range, length: int) -> range | npt.NDArray[np.int64]:
+    """Return the rows of a slice or range: a range of neighbours, or indices, not yet checked."""
+    if isinstance(part, slice):
+        part = rows_of_slice(part, length)
+    if part and not (0 <= part[0] < length and 0 <= part[-1] < length):
+        return host_index(part)
+    if part.step == 1 or len(part) < 2:
+        return range(part.start, part.start + len(part))
+    return host_index(part)
+
+
 def _is_array(out: object) -> bool:
     """Return whether this has memory to write to. A view of anything else would be a copy."""
     if hasattr(type(out), "kernel_handle"):  # a `flashwarp.Array`: its elements are in a storage
@@ -161,6 +173,12 @@ class Operands:
     def copying_to(self, memory: Scratch, stream: OwnedStream) -> Operands:
         """Return the same checks, with other memory for copies and another stream."""
         return replace(self, memory=memory, stream=stream)
+
+    def choose(self, idx: Any) -> range | Index:
+        """Place row indices; those of a slice or range of neighbours need no place."""
+        if isinstance(idx, slice | range):
+            idx = rows_of(idx, self.format.row_count)
+        return idx if isinstance(idx, range) else self.index(idx)
 
     def index(self, idx: Any) -> Index:
         """Place row indices. Those on the host are checked here; those on a GPU are not."""

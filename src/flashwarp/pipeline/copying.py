@@ -10,45 +10,24 @@ batched copies. Warps pull what is left: `PullWay`.
 from __future__ import annotations
 
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from flashwarp import endings
-from flashwarp._jit.driver import End
 from flashwarp.array.array import Array
+from flashwarp.array.copying import Numbers, RowCopies
 from flashwarp.array.operands import Index
 from flashwarp.device import OwnedStream
-from flashwarp.nvme.software import PIECE_BYTES, SoftwareService
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.explanation import PipelineExplanation
 from flashwarp.pipeline.ids import host_rows, on_gpu
 from flashwarp.pipeline.ticket import Ticket
 from flashwarp.pipeline.ways import PullWay
-from flashwarp.storage import File, Memory
 
-__all__ = ["CopyWay", "why_no_copies"]
+__all__ = ["CopyWay"]
 
 # A batched copy of pieces of 64 KiB fills the link; one of 16 KiB reaches half of it.
 _PIECE_BYTES_MIN = 64 << 10
-
-Numbers: TypeAlias = npt.NDArray[np.int64]
-
-
-def why_no_copies(array: Array) -> str:
-    """Say why copy engines cannot read an array's storage; empty if they can."""
-    service, storage = array.controller, array._attachment.storage
-    if service.path != "in_place" or not isinstance(service, SoftwareService):
-        return "the rows are not in memory that the GPU reads"
-    if not isinstance(storage, Memory | File):
-        return "the rows lie in several storages"
-    if service.leased:
-        # Warps look at the lease's epoch. A copy that is under way would not notice a writer.
-        return "a lease guards the file, which another process may open for writing"
-    if service.model is not None:
-        return "a drive is modelled"
-    return ""
 
 
 class CopyWay(PullWay):
@@ -56,14 +35,9 @@ class CopyWay(PullWay):
 
     def __init__(self, array: Array, sms: int | None, timeout_s: float) -> None:
         super().__init__(array, sms, timeout_s)
-        self._context = self._device.context
         self._out: OwnedStream = self._device.create_stream()
-        storage = array._attachment.storage
-        assert isinstance(storage, Memory | File)
-        self._base = int(storage.native.mapped_base)
-        # A file's pages may be registered in pieces, and no copy may cross from one into the next.
-        mapping = storage.mapping if isinstance(storage, File) else None
-        self._cut_from = None if mapping is None else mapping.address
+        storage, row_bytes = array._attachment.storage, array._format.row_bytes
+        self._copies = RowCopies(self._device, storage, row_bytes)
         # Whether later batches must come after writes of the one and of the other stream.
         self._copied = self._scattered = False
 
@@ -122,37 +96,12 @@ class CopyWay(PullWay):
         self, targets: Numbers, sources: Numbers, nbytes: Numbers, own: OwnedStream, ticket: Ticket
     ) -> None:
         ticket.way = "copies"
-        pieces = list(zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True))
-        if pieces:
-            mark, end = self._take_event(), self._take_event()
-            # The entry says nothing here: the batch has an event of its own.
-            entry = End(end.handle, [], ticket)
-            self._context.copy_and_append((), mark.handle, pieces, 0, entry, own.handle)
-            self._free += mark, end
+        self._copies.queue(targets, sources, nbytes, own.handle)
 
     def _pieces(self, chosen: range | Index) -> tuple[Numbers, Numbers, Numbers]:
-        """Return the address of each piece in the storage, its place in the batch, and its bytes.
-
-        By arrays: a loop in Python would take longer than the copies.
-        """
-        row_bytes = self.array._format.row_bytes
-        if isinstance(chosen, range):
-            firsts, places, counts = (
-                np.array([one], np.int64) for one in (chosen.start, 0, len(chosen))
-            )
-        else:
-            firsts, places, counts = _runs(np.asarray(chosen.owner))
-        begins, nbytes = self._base + firsts * row_bytes, counts * row_bytes
-        # How far into a piece each run begins.
-        ahead = np.zeros_like(begins)
-        if self._cut_from is not None:
-            ahead = (begins - self._cut_from) % PIECE_BYTES
-        pieces = np.where(nbytes > 0, (ahead + nbytes + PIECE_BYTES - 1) // PIECE_BYTES, 0)
-        run = np.repeat(np.arange(len(pieces)), pieces)
-        number = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        first = np.maximum(number * PIECE_BYTES - ahead[run], 0)
-        last = np.minimum((number + 1) * PIECE_BYTES - ahead[run], nbytes[run])
-        return begins[run] + first, places[run] * row_bytes + first, last - first
+        return self._copies.pieces(
+            chosen if isinstance(chosen, range) else np.asarray(chosen.owner)
+        )
 
     def explain(self) -> PipelineExplanation:
         pulled = super().explain()
@@ -172,14 +121,6 @@ class CopyWay(PullWay):
 def _by_copies(chosen: range | Index) -> bool:
     """Return whether the host knows the rows; a list that was copied to the GPU is for warps."""
     return isinstance(chosen, range) or (chosen.checked and chosen.held is None)
-
-
-def _runs(ids: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Merge neighbours: the first row of each run, its place in the batch, and how many rows."""
-    if not ids.size:
-        return ids, ids, ids
-    begins = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
-    return ids[begins], begins, np.diff(begins, append=ids.size)
 
 
 def _maintain(array: Array, kernels: tuple[str, ...], stream: OwnedStream) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from flashwarp.array.array import Array
-from flashwarp.array.operands import Index, host_index, is_foreign
+from flashwarp.array.operands import Index, is_foreign, rows_of
 from flashwarp.array.rows import host_indices
-from flashwarp.array.selection import rows_of_slice
 from flashwarp.errors import ArgumentError, DtypeError
 
 __all__ = ["check_rows", "host_rows", "on_gpu", "refuse_repeats"]
@@ -31,12 +30,10 @@ def on_gpu(ids: object) -> bool:
 def host_rows(array: Array, ids: object) -> tuple[range | Index, str]:
     """Check ids that the host knows: a range of rows, or a list of them that stays on the host."""
     length = len(array)
-    if isinstance(ids, slice):
-        ids = rows_of_slice(ids, length)
+    if isinstance(ids, slice | range):
+        ids = rows_of(ids, length)
     if isinstance(ids, range):
-        if (ids.step == 1 or len(ids) < 2) and (not ids or (ids.start >= 0 and ids[-1] < length)):
-            return range(ids.start, ids.start + len(ids)), ""
-        ids = host_index(ids)
+        return ids, ""
     library = "numpy"
     if is_foreign(ids):
         library = array.device.view(ids).library

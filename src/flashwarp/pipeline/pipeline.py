@@ -16,6 +16,7 @@ from typing import Any
 
 from flashwarp import endings
 from flashwarp.array.array import Array
+from flashwarp.array.copying import why_no_copies
 from flashwarp.array.operands import Index
 from flashwarp.config import choice, integer
 from flashwarp.device import TIMEOUT_S, CudaDevice, stream_handle
@@ -29,7 +30,7 @@ from flashwarp.errors import (
     ReadOnlyError,
 )
 from flashwarp.pipeline.buffers import Buffers, library_of
-from flashwarp.pipeline.copying import CopyWay, why_no_copies
+from flashwarp.pipeline.copying import CopyWay
 from flashwarp.pipeline.device_calls import DeviceCalls
 from flashwarp.pipeline.engines import why_no_engine
 from flashwarp.pipeline.explanation import PipelineExplanation, PipelineStats
@@ -170,7 +171,7 @@ class Pipeline(endings.Closing):
             )
         if asked and refused:
             raise DataPathError(f"{asked}, but {refused}: leave it out, and a few warps pull rows")
-        if not asked and not why_no_copies(array):
+        if not asked and not why_no_copies(array.controller, array._attachment.storage):
             return CopyWay(array, most, timeout_s)
         in_place = array.controller.path == "in_place"
         if not asked and (refused or in_place or most):

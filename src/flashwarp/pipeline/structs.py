@@ -62,7 +62,9 @@ class DirectionStruct(ctypes.Structure):
         *u64("row_bytes", "reserved"),
         *u64("taken", "meeting", "found"),
         ("log", FailureLogStruct),
-        ("_pad", ctypes.c_uint8 * 88),
+        *u64("late", "full"),
+        *u32("looked"),
+        ("_pad", ctypes.c_uint8 * 68),
     )
 
 

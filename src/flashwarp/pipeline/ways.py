@@ -20,7 +20,6 @@ from flashwarp.device import CudaDevice, Event, OwnedStream
 from flashwarp.errors import CaptureError, ClosedError, DeviceTimeout, FlashwarpError
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.explanation import PipelineExplanation
-from flashwarp.pipeline.ids import host_rows
 from flashwarp.pipeline.ticket import Ticket
 
 __all__ = ["CpuWay", "CudaWay", "PullWay", "Way"]
@@ -42,9 +41,6 @@ class Way(ABC):
 
     def place(self, ids: object) -> tuple[range | Index, str]:
         """Check ids, and place them where they are read. Returns the library of their caller."""
-        if isinstance(ids, range):
-            rows, _ = host_rows(self.array, ids)
-            ids = slice(rows.start, rows.stop) if isinstance(rows, range) else rows.owner
         chosen = self.array._place_ids(ids, self._stream())
         return chosen, "" if isinstance(chosen, range) else chosen.library
 

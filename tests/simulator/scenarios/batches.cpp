@@ -456,30 +456,131 @@ FW_SCENARIO(batches_missing,
   });
 }
 
+// Fails unless a call of a block takes a time in some limits: of the first thread, which waits.
+template <typename Call>
+void check_time(uint64_t at_least, uint64_t at_most, Call call) {
+  fw::block::sync();
+  const uint64_t begin = fw::base::clock_ns();
+  call();
+  const uint64_t taken = fw::base::clock_ns() - begin;
+  if (rank_here() != 0) return;
+  if (taken < at_least) scheduler.fail("a wait fails at once although something has changed");
+  if (taken > at_most) scheduler.fail("a wait behind one that was in vain takes its time again");
+}
+
+// As the host does when it raises what was noted. One block.
+void look_as_the_host(const fw::batch::direction& d) {
+  auto& log = const_cast<fw::batch::direction&>(d).log;
+  if (rank_here() == 0) {
+    fw::atomic::store_relaxed_system(&log.read, fw::atomic::load_relaxed(&log.noted));
+  }
+  fw::block::sync();
+}
+
 FW_SCENARIO(batches_late,
-            "the engine is late: a batch that was not synchronized is waited for again") {
+            "the engine is late: waits fail at once until it answers or the host has looked, and "
+            "a batch that was not synchronized is waited for again") {
   Setup setup = draw_setup(run);
   setup.bad_percent = 0;
   setup.stop_after = 0;
-  setup.timeout_ns = 20'000;
+  setup.timeout_ns = 100'000;
   Engine engine(run, setup);
-  Batch batch(6);
-  const uint32_t delay = run.random.below(2);
-  engine.launch(1, draw_warps(run), [&](uint32_t) {
-    const auto& p = engine.pipeline();
-    const uint64_t ticket = fw::block::prefetch_seq(p, 3, 6, batch.buffer);
-    if (ticket == kRefused) scheduler.fail("a batch was refused");
-    uint64_t failed = kNotSynchronized;
-    for (uint32_t n = 0; failed == kNotSynchronized; ++n) {
-      if (n > 20) scheduler.fail("a batch is not synchronized, however often it is waited for");
-      if (n == delay) engine.reads().resume();
-      failed = fw::block::prefetch_synchronize(p, n % 2 == 0 ? ticket : kOldest);
+  const uint32_t warps = draw_warps(run);
+  Batch batch(6), other(12);
+  const bool host_looks = run.random.chance(50);
+  uint64_t ticket = kRefused;
+  const auto& p = engine.pipeline();
+  const auto in_vain = [&] {
+    if (fw::block::prefetch_synchronize(p, ticket) != kNotSynchronized) {
+      scheduler.fail("a batch was synchronized that nobody has moved");
     }
-    if (failed != 0) scheduler.fail("rows failed");
+  };
+  engine.launch(1, warps, [&](uint32_t) {
+    const uint64_t mine = fw::block::prefetch_seq(p, 3, 6, batch.buffer);
+    if (mine == kRefused) scheduler.fail("a batch was refused");
+    ticket = mine;
+    in_vain();
+    check_time(0, setup.timeout_ns / 2, in_vain);
+    if (host_looks) {
+      look_as_the_host(*p.reads);
+      check_time(setup.timeout_ns, kNobody, in_vain);
+    } else {
+      // The slots that are left, and one more.
+      const auto fill = [&] {
+        for (uint32_t n = 0; n < 3; ++n) {
+          const uint64_t more = fw::block::prefetch_seq(p, n, 4, other.buffer + 4 * n);
+          if ((more == kRefused) != (n == 2)) scheduler.fail("a batch in a slot that is not free");
+        }
+      };
+      check_time(0, setup.timeout_ns / 2, fill);
+      engine.reads().resume();
+      uint64_t failed = kNotSynchronized;
+      for (uint32_t n = 0; failed == kNotSynchronized; ++n) {
+        if (n > 1000) scheduler.fail("a batch is not synchronized, however often it is asked for");
+        fw::base::pause(1000);
+        failed = fw::block::prefetch_synchronize(p, ticket);
+      }
+      if (failed != 0) scheduler.fail("rows failed");
+    }
+  });
+
+  // From here on each wait succeeds at its first try.
+  engine.reads().resume();
+  engine.pipeline().reads->limit.timeout_ns = 50'000'000;
+  scheduler.let_time_pass(false);
+  engine.launch(1, warps, [&](uint32_t) {
+    if (host_looks) {
+      look_as_the_host(*p.reads);
+      if (fw::block::prefetch_synchronize(p, ticket) != 0) scheduler.fail("a batch was given up");
+    } else {
+      for (uint32_t n = 0; n < 2; ++n) {
+        if (fw::block::prefetch_synchronize(p) != 0) scheduler.fail("a batch was given up");
+      }
+    }
     for (uint32_t i = rank_here(); i < 6; i += ranks_here()) {
       if (fw::atomic::load_plain(&batch.buffer[i]) != value_of(3 + i, 0)) {
         scheduler.fail("a row is not its own");
       }
     }
+    for (uint32_t n = 0; n < 6; ++n) {
+      const uint64_t next = fw::block::prefetch_seq(p, n, 4, other.buffer);
+      if (next == kRefused) scheduler.fail("a batch was refused");
+      if (fw::block::prefetch_synchronize(p, next) != 0) scheduler.fail("a batch was given up");
+    }
+  });
+}
+
+FW_SCENARIO(batches_full,
+            "nobody gives slots back: later waits for one fail at once, until somebody does") {
+  Setup setup = draw_setup(run);
+  setup.bad_percent = 0;
+  setup.slots = 2;
+  setup.timeout_ns = 100'000;
+  Engine engine(run, setup);
+  scheduler.let_time_pass(true);
+  const uint32_t warps = draw_warps(run);
+  const bool host_looks = run.random.chance(50);
+  Batch batch(8);
+  const auto& p = engine.pipeline();
+  const auto begin = [&](uint32_t place) {
+    return fw::block::prefetch_seq(p, 3, 4, batch.buffer + 4 * place);
+  };
+  const auto in_vain = [&] {
+    if (begin(0) != kRefused) scheduler.fail("a batch in a slot that is not free");
+  };
+  engine.launch(1, warps, [&](uint32_t) {
+    if (begin(0) == kRefused || begin(1) == kRefused) scheduler.fail("a batch was refused");
+    in_vain();
+    check_time(0, setup.timeout_ns / 2, in_vain);
+    if (host_looks) {
+      look_as_the_host(*p.reads);
+      check_time(setup.timeout_ns, kNobody, in_vain);
+    }
+    for (uint32_t n = 0; fw::block::prefetch_synchronize(p) == kNotSynchronized; ++n) {
+      if (n > 20) scheduler.fail("a batch is not synchronized, however often it is waited for");
+    }
+    // A slot is free; and then none is, in another state of the tickets.
+    if (begin(0) == kRefused) scheduler.fail("a batch was refused although a slot is free");
+    check_time(setup.timeout_ns, kNobody, in_vain);
   });
 }

@@ -4,7 +4,9 @@
 // tickets only once there are slots for them, and from then on waits for nothing until they are
 // published. So the engine, which takes tickets in their order, never waits for one for long, and a
 // wait that runs out of time leaves nothing behind. Waits have the time limit of the direction, and
-// note in its record what they waited for.
+// note in its record what they waited for. Once one has run out of time, later ones for the engine,
+// or for a slot that nobody gives back, fail at once, until the engine has ended what that one
+// waited for, or the host has read the record. So a kernel of many rounds ends soon.
 #pragma once
 
 #include "flashwarp/base/block.cuh"
@@ -76,6 +78,10 @@ struct alignas(128) direction {
   uint64_t meeting;             // bits 63:32 meetings of the grid, 31:0 blocks at the present one
   uint64_t found;               // what the last block has found at the last meeting
   cache::failure_log log;
+  // What was waited for in vain. Hints: whoever misses one only waits for longer.
+  uint64_t late;    // the handle of a part that the engine has not ended in time; 0: none
+  uint64_t full;    // `taken` when no slot came free in time; 0: never
+  uint32_t looked;  // `log.read` at the last time: the host has looked since if that has changed
 };
 static_assert(sizeof(direction) == 256);
 FW_CHECK_OFFSET(direction, states, 48);
@@ -86,24 +92,51 @@ FW_CHECK_OFFSET(direction, taken, 128);
 FW_CHECK_OFFSET(direction, meeting, 136);
 FW_CHECK_OFFSET(direction, found, 144);
 FW_CHECK_OFFSET(direction, log, 152);
+FW_CHECK_OFFSET(direction, late, 168);
+FW_CHECK_OFFSET(direction, full, 176);
+FW_CHECK_OFFSET(direction, looked, 184);
 
 FW_DEVICE void note(direction& d, fault what, uint64_t where, uint64_t limit = 0) {
   cache::note_failure(d.log, d.failures, where, what, 0, limit);
 }
 
+// Whether the host has read the record since a wait last ran out of time.
+FW_DEVICE bool host_has_looked(const direction& d) {
+  return atomic::load_relaxed_system(&d.log.read) != atomic::load_relaxed(&d.looked);
+}
+
+// Leaves a mark, `late` or `full`, of what was waited for in vain, before it is noted: what the
+// host reads from then on counts as a look.
+FW_DEVICE void leave_mark(direction& d, uint64_t* mark, uint64_t what) {
+  atomic::store_relaxed(&d.looked, atomic::load_relaxed_system(&d.log.read));
+  atomic::store_relaxed(mark, what);
+}
+
+// Whether the engine still owes the end of a part that was waited for in vain.
+FW_DEVICE bool engine_is_late(const direction& d) {
+  const uint64_t late = atomic::load_relaxed(&d.late);
+  if (late == 0 || host_has_looked(d)) return false;
+  // The tickets of a slot only grow: a later one says, too, that this one has ended.
+  const result& r = d.shared.results[handle::slot_of(late)];
+  return atomic::load_relaxed_system(&r.done) < handle::ticket_of(late);
+}
+
 // Takes `parts` consecutive tickets once as many slots are free, and returns the first. One thread.
 FW_DEVICE_NOINLINE uint64_t take_tickets(direction& d, uint64_t parts) {
   nvme::deadline limit(d.limit);
+  const bool late = engine_is_late(d);
+  const uint64_t full = host_has_looked(d) ? 0 : atomic::load_relaxed(&d.full);
   while (true) {
     const uint64_t seen = atomic::load_relaxed(&d.taken);
     const uint64_t ticket = (seen >> 16) + 1;
+    const bool fits = (seen & 0xffff) + parts <= d.shared.count;
     // Acquire: what those have seen of the engine who gave slots back. So the engine's looks at the
     // requests of these tickets are over; see regions.cuh.
-    if ((seen & 0xffff) + parts <= d.shared.count &&
-        atomic::cas_acq_rel(&d.taken, seen, seen + (parts << 16) + parts)) {
-      return ticket;
-    }
-    if (limit.passed()) {
+    if (fits && atomic::cas_acq_rel(&d.taken, seen, seen + (parts << 16) + parts)) return ticket;
+    // No slot was taken or given back since `full`: then the word would be another one.
+    const bool in_vain = !fits && (late || seen == full);
+    if (in_vain || limit.passed()) {
+      if (!in_vain) leave_mark(d, &d.full, seen);
       note(d, kNoFreeSlot, ticket);
       return kRefused;
     }
@@ -195,12 +228,14 @@ FW_DEVICE uint64_t submit(direction& d, const Id* ids, uint64_t sequence, uint64
   return handle::word(ticket, first);
 }
 
-// Waits until a part has ended. Returns false after the time limit. One thread.
+// Waits until a part has ended. Returns false after the time limit, or in vain. One thread.
 FW_DEVICE bool wait_for(direction& d, uint64_t ticket, uint32_t slot) {
   nvme::deadline limit(d.limit);
+  const bool in_vain = engine_is_late(d);
   const result& r = d.shared.results[slot];
   while (atomic::load_relaxed_system(&r.done) != ticket) {
-    if (limit.passed()) {
+    if (in_vain || limit.passed()) {
+      if (!in_vain) leave_mark(d, &d.late, handle::word(ticket, slot));
       note(d, kNotDone, ticket);
       return false;
     }
