@@ -2,6 +2,7 @@
 #include "base/host_memory.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,6 +21,15 @@ constexpr size_t kHugePageBytes = size_t(2) << 20;
 
 // mincore() reports one byte for each page; it is called for this many pages at a time.
 constexpr size_t kMincorePages = 64 * 1024;
+
+// cachestat(2); older headers do not declare it.
+constexpr long kCachestat = 451;
+struct CachestatRange {
+  uint64_t offset, nbytes;
+};
+struct Cachestat {
+  uint64_t cached, dirty, writeback, evicted, recently_evicted;
+};
 
 size_t page_bytes() {
   static const size_t bytes = size_t(sysconf(_SC_PAGESIZE));
@@ -66,6 +76,12 @@ double residency(uint64_t address, uint64_t nbytes) {
                                        [](unsigned char flag) { return (flag & 1) != 0; }));
   }
   return double(resident) / double(pages);
+}
+
+int64_t cached_pages(int fd, uint64_t offset, uint64_t nbytes) {
+  CachestatRange range = {offset, nbytes};
+  Cachestat found = {};
+  return syscall(kCachestat, fd, &range, &found, 0) == 0 ? int64_t(found.cached) : -int64_t(errno);
 }
 
 int replace_mapping(uint64_t address, uint64_t nbytes) {

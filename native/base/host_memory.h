@@ -1,4 +1,4 @@
-// Aligned, zero-filled host memory; residency and replacement of mappings.
+// Aligned, zero-filled host memory; residency of mappings and files; replacement of mappings.
 #pragma once
 
 #include <cstddef>
@@ -28,6 +28,11 @@ class HostMemory {
 
 // The fraction of the pages of [address, address + nbytes) in memory; -errno on failure.
 double residency(uint64_t address, uint64_t nbytes);
+
+// How many pages of bytes [offset, offset + nbytes) of an open file are in the page cache; -errno
+// on failure, which is ENOSYS before Linux 6.5. It looks at the page cache alone: `residency` of a
+// mapping takes several times as long. nbytes 0: to the end of the file.
+int64_t cached_pages(int fd, uint64_t offset, uint64_t nbytes);
 
 // Replaces the mapping at [address, address + nbytes) by read-only zero pages, in one step for all
 // threads that read there. Returns 0 or an errno value.

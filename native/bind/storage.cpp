@@ -313,11 +313,18 @@ double residency_of(uint64_t address, uint64_t nbytes) {
   return part;
 }
 
+int64_t cached_pages_of(int fd, uint64_t offset, uint64_t nbytes) {
+  const int64_t pages = unlocked([&] { return cached_pages(fd, offset, nbytes); });
+  if (pages < 0) raise_os_error(int(-pages), std::strerror(int(-pages)), "");
+  return pages;
+}
+
 void bind_host_memory(nb::module_& m) {
   m.def("lock_for_writing", &lock_for_writing, WithoutGil(), nb::arg("fd"));
   m.def(
       "open_file", [](const std::string& path, bool writable) { return open_file(path, writable); },
       WithoutGil(), nb::arg("path"), nb::arg("writable") = false);
+  m.def("cached_pages", &cached_pages_of, nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"));
   m.def("residency", &residency_of, nb::arg("address"), nb::arg("nbytes"));
   m.def(
       "replace_mapping",

@@ -3,7 +3,6 @@
 
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
@@ -16,6 +15,7 @@
 
 #include "base/alignment.h"
 #include "base/fault_guard.h"
+#include "base/host_memory.h"
 
 namespace fw::native {
 namespace {
@@ -30,15 +30,6 @@ constexpr uint64_t kPagesMax = kChunkBytes / kSystemPageBytesMin;
 constexpr int64_t kLookValidNs = 1'000'000'000;
 
 constexpr int64_t kGuardCheckNs = 1'000'000;
-
-// cachestat(2), since Linux 6.5; older headers do not declare it.
-constexpr long kCachestat = 451;
-struct CachestatRange {
-  uint64_t offset, nbytes;
-};
-struct Cachestat {
-  uint64_t cached, dirty, writeback, evicted, recently_evicted;
-};
 
 // File systems on which mappings and reads use the same pages, which are always up to date. Network
 // file systems, for example, check for changes by other machines at a read, but not at an access to
@@ -211,14 +202,13 @@ bool PageCacheWindow::Seen::has(uint64_t begin, uint64_t end) const {
 void PageCacheWindow::look(uint64_t begin, uint64_t end, Seen& seen) const {
   static const uint64_t page_bytes = uint64_t(sysconf(_SC_PAGESIZE));
   const uint64_t count = round_up(end - begin, page_bytes) / page_bytes;
-  CachestatRange range = {begin, count * page_bytes};
-  Cachestat found = {};
-  const bool counted = syscall(kCachestat, fd_, &range, &found, 0) == 0;
-  const bool whole = counted && found.cached == count;
+  const int64_t cached = cached_pages(fd_, begin, count * page_bytes);
+  const bool counted = cached >= 0;
+  const bool whole = cached == int64_t(count);
   seen.whole.store(whole, std::memory_order_relaxed);
   if (whole) return;
   for (std::atomic<uint64_t>& word : seen.pages) word.store(0, std::memory_order_relaxed);
-  if (!counted && errno != ENOSYS) return;
+  if (!counted && cached != -ENOSYS) return;
   std::array<unsigned char, kPagesMax> flags;
   if (mincore(map_ + (begin - map_offset_), count * page_bytes, flags.data()) != 0) return;
   const auto is_cached = [](unsigned char flag) { return (flag & 1) != 0; };

@@ -17,7 +17,8 @@ REFUSED = {
     "io_uring_setup": r"thread-pool: io_uring_setup refused: {error}",
     "io_uring_enter": r"thread-pool: io_uring_enter refused: {error}",
     "io_uring_register": "",
-    "mincore": r"is unknown \(mincore: .*",
+    "mincore": r"\d% of the file is in the page cache",
+    "cachestat": r"\d% of the file is in the page cache",
     "mincore cachestat": r"is unknown \(mincore: .*",
     "cachestat preadv2 fadvise64": "",
     "io_uring_setup pwritev2": r"thread-pool: io_uring_setup refused: {error}",
@@ -141,3 +142,19 @@ main()
     assert "io_uring_enter refused: EPERM" in outcome.out
     assert "page cache view" in outcome.out
     assert "not possible" in outcome.out
+
+
+def test_the_doctor_says_that_only_the_slower_way_to_ask_is_left(tmp_path: Path) -> None:
+    code = """
+from edges import seccomp
+import errno, sys
+seccomp.refuse(["cachestat"], errno.ENOSYS)
+from flashwarp.cli.main import main
+sys.argv = ["flashwarp", "doctor"]
+main()
+"""
+    (outcome,) = nursery.run([nursery.Program("doctor", code)], tmp_path)
+
+    assert outcome.status == 0, outcome
+    text = " ".join(outcome.out.split())
+    assert "by mincore, because cachestat failed: Function not implemented" in text, outcome

@@ -21,7 +21,8 @@ KERNELS = Path(__file__).parents[1] / "support" / "file_kernels.cu"
 REQUEST = np.dtype(
     [("offset", "u8"), ("nbytes", "u8"), ("buffer", "u8"), ("got", "i8"), ("at", "u8")]
 )
-READ, WRITE, APPEND, SYNC = range(4)
+READ, WRITE, APPEND, SYNC, READ_AROUND = range(5)
+READS = (READ, READ_AROUND)
 CALLERS = ("by_threads", "by_warps", "by_blocks")
 BYTES = 100_000
 BEYOND = 2**63 - 1
@@ -98,9 +99,11 @@ def test_unaligned_reads_return_the_bytes(
     np.testing.assert_array_equal(got, np.concatenate([content[b : b + n] for b, n in pieces]))
 
 
+@pytest.mark.parametrize("what", READS)
 @pytest.mark.parametrize("caller", CALLERS)
 def test_reads_end_at_the_end_of_the_file(
     caller: str,
+    what: int,
     program: fw.Program,
     device: Device,
     tmp_path: Path,
@@ -110,11 +113,63 @@ def test_reads_end_at_the_end_of_the_file(
     size = BYTES - 1234
     wanted = [(size - 10, 100), (size, 5), (BYTES + 7, 5), (0, 0), (BEYOND, 1), (1, BEYOND + 9)]
     with array_of(tmp_path / "f", device) as x, KernelFile(x, size=size) as f:
-        ended, got = call(program, caller, f, READ, wanted)
+        ended, got = call(program, caller, f, what, wanted)
         assert f.size == size
     assert ended["got"].tolist() == [10, 0, 0, 0, -errno.EINVAL, -errno.EINVAL]
     np.testing.assert_array_equal(got[:10], content[size - 10 : size])
     assert not got[10:100].any()
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("path", [None, "bounce"])
+def test_reads_around_the_cache_return_what_was_written(
+    caller: str,
+    path: Any,
+    program: fw.Program,
+    device: Device,
+    tmp_path: Path,
+    content: npt.NDArray[np.uint8],
+) -> None:
+    content.tofile(tmp_path / "f")
+    now = content.copy()
+    controller = fw.SoftwareController(data_path=path)
+    # Most of the lines in the cache hold what is not in the file yet.
+    with array_of(tmp_path / "f", device, controller=controller) as x, KernelFile(x) as f:
+        for seed in range(3):
+            begin = 20_000 * seed + 77
+            now[begin : begin + 50_000] += 1
+            call(program, caller, f, WRITE, [(begin, 50_000)], now[begin : begin + 50_000].copy())
+            pieces = random_pieces(seed)
+            ended, got = call(program, caller, f, READ_AROUND, pieces)
+            assert ended["got"].tolist() == [size for _, size in pieces]
+            np.testing.assert_array_equal(got, np.concatenate([now[b : b + n] for b, n in pieces]))
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_reads_around_the_cache_evict_nothing(
+    caller: str,
+    program: fw.Program,
+    device: Device,
+    tmp_path: Path,
+    content: npt.NDArray[np.uint8],
+) -> None:
+    content.tofile(tmp_path / "f")
+    controller = fw.SoftwareController(data_path="bounce")
+    with array_of(tmp_path / "f", device, "r", controller=controller) as x, KernelFile(x) as f:
+        np.testing.assert_array_equal(x[: 8 * 4096], content[: 8 * 4096])
+        before = x.stats
+        # Lines 0 to 7 are resident, 17 and 18 are not.
+        wanted = [(10, 8 * 4096 - 20), (17 * 4096 + 100, 4000), (18 * 4096 + 1000, 1)]
+        ended, got = call(program, caller, f, READ_AROUND, wanted)
+        after = x.stats
+        assert ended["got"].tolist() == [size for _, size in wanted]
+        np.testing.assert_array_equal(got, np.concatenate([content[b : b + n] for b, n in wanted]))
+        assert after.bypasses - before.bypasses == after.misses - before.misses == 3
+        # Whole blocks: 8 of line 17, a byte of its neighbour's, and one of line 18.
+        assert after.bytes_read - before.bytes_read == (8 + 1 + 1) * 512
+        assert after.evictions == before.evictions
+        np.testing.assert_array_equal(x[: 8 * 4096], content[: 8 * 4096])
+        assert x.stats.misses == after.misses
 
 
 @pytest.mark.parametrize("caller", CALLERS)
@@ -212,9 +267,11 @@ def test_a_file_that_is_read_only_refuses_writes(
             assert ended["got"].tolist() == [-errno.EBADF]
 
 
+@pytest.mark.parametrize("what", READS)
 @pytest.mark.parametrize("caller", CALLERS)
 def test_a_failed_transfer_is_an_error_here_and_at_the_host(
     caller: str,
+    what: int,
     program: fw.Program,
     device: Device,
     tmp_path: Path,
@@ -229,12 +286,12 @@ def test_a_failed_transfer_is_an_error_here_and_at_the_host(
         KernelFile(x) as f,
     ):
         device.upload(results.address, np.array([(40_000, 5000, 0, 0, 0)], REQUEST).view(np.uint8))
-        program[caller](f, results, 1, buffer, READ)
+        program[caller](f, results, 1, buffer, what)
         with pytest.raises(StorageError):
             x.synchronize()
         ended = np.frombuffer(device.download(results.address, REQUEST.itemsize), REQUEST)
         assert ended["got"].tolist() == [-errno.EIO]
-        ended, got = call(program, caller, f, READ, [(0, 4000)])
+        ended, got = call(program, caller, f, what, [(0, 4000)])
         assert ended["got"].tolist() == [4000]
         np.testing.assert_array_equal(got, content[:4000])
 

@@ -307,10 +307,11 @@ def test_registers_leave_room_for_many_warps(floats: fw.Array) -> None:
 @jit
 def log(file: Any, count: int, failed: Any) -> None:
     number = cuda.local.array(1, np.uint32)
+    back = cuda.local.array(1, np.uint32)
     for i in range(cuda.grid(1), count, cuda.gridsize(1)):
         number[0] = i
         at = file.append(number, 4)
-        if at < 0 or at % 4:
+        if at < 0 or at % 4 or file.read_around(back, at, 4) != 4 or back[0] != i:
             failed[0] = at
 
 

@@ -76,6 +76,22 @@ _FILLS = "flashwarp/cache/batch_fills.cuh"
 _DIRECTION = "flashwarp/batch/direction.cuh"
 _HOST_REGIONS = "flashwarp/batch/host_regions.cuh"
 _FILE = "flashwarp/file/file_view.cuh"
+_ABSENT = "flashwarp/cache/read_absent.cuh"
+
+_AROUND_COPY = """\
+  if (arrived != 0) op.visit(mask, arrived, address - blocks.begin);
+"""
+_AROUND_CHECK = """\
+  if (q.data.leased != 0) {
+    finish_loads(mask);
+    // Also after a failure: the file may have been cut before the path changed.
+    again = mine && status != nvme::kTimedOut && !nvme::is_current(q, address);
+  }
+"""
+_AROUND_RELEASE = """\
+  // The slot of a command that never came back stays taken: the drive may still write its buffer.
+  if (mine && status != nvme::kTimedOut) nvme::release_slot(q, ticket);
+"""
 
 _EACH_PART = "  for (uint64_t part = 0; part < parts; part++) {\n    request& to"
 
@@ -1611,6 +1627,57 @@ MUTANTS = {
             " s)",
             "a lane returns before another one has written its share back",
             "files",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "around-resident-lines",
+            _ABSENT,
+            "if (pending) at = probe(g, line);",
+            "",
+            "a read around the cache misses what was stored to a frame and not written back",
+            "files_around",
+        ),
+        Mutant(
+            "around-slot-freed-early",
+            _ABSENT,
+            _AROUND_COPY + _AROUND_CHECK + _AROUND_RELEASE,
+            _AROUND_RELEASE + _AROUND_COPY + _AROUND_CHECK,
+            "the next command's data replaces ours in the slot's buffer before we have read it",
+            "loads_around",
+        ),
+        Mutant(
+            "around-behind-the-lease",
+            _ABSENT,
+            "out.ended = mine && nvme::is_current(q, q.data.mapped_base);",
+            "out.ended = mine;",
+            "pages that were read in place after the lease had ended pass for the file's",
+            "leases_around",
+        ),
+        Mutant(
+            "around-behind-the-lease-by-command",
+            _ABSENT,
+            "again = mine && status != nvme::kTimedOut && !nvme::is_current(q, address);",
+            "",
+            "so do those of a command that was on its way then",
+            "leases_around",
+        ),
+        Mutant(
+            "around-unfenced",
+            _ABSENT,
+            "if (q.data.leased != 0) finish_loads(mask);",
+            "",
+            "the second look at the path is served before the bytes that it is about",
+            "leases_around",
+            "weak",
+        ),
+        Mutant(
+            "around-on-paths-of-some-lanes",
+            _ABSENT,
+            "const bool in_place = !warp::any(mask, path != nvme::kInPlace);",
+            "const bool in_place = path == nvme::kInPlace;",
+            "lanes of a warp that see the path change go two ways",
+            "leases_around",
             "sc",
             4,
         ),

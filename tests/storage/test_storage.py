@@ -18,7 +18,10 @@ import flashwarp as fw
 from flashwarp import _native
 from flashwarp.errors import StorageError
 from flashwarp.storage import Replicated, Striped
+from flashwarp.storage.file import Mapping
 from flashwarp.testing.rings import AlignedMemory as Memory
+
+PAGE = mmap.PAGESIZE
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> bytes:
@@ -193,6 +196,35 @@ def test_residency_counts_pages_in_memory() -> None:
     memory.view[: 16 * 4096] = 1
 
     assert _native.residency(memory.address, memory.nbytes) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_residency_of_a_file_is_asked_by_cachestat_or_by_mincore(
+    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(64 * PAGE))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # against reading ahead
+        os.pread(file.fileno(), 16 * PAGE, 16 * PAGE)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if refused:
+        monkeypatch.setattr(_native, "cached_pages", refuse)
+    with contextlib.closing(Mapping(path, 64 * PAGE, 8 * PAGE)) as mapping:
+        if mapping.residency() > 0.5:
+            pytest.skip("the file system keeps pages of its own accord")
+
+        assert mapping.residency() == pytest.approx(16 / 56)
+        assert mapping.residency(8 * PAGE, 24 * PAGE) == 1.0
+        assert mapping.residency(10 * PAGE + 1, 10 * PAGE + 2) == 1.0
+        assert mapping.residency(0, 8 * PAGE) == 0.0
+        assert mapping.residency(5, 5) == 1.0
+        assert mapping.asked_by.startswith("mincore, because" if refused else "cachestat")
 
 
 def test_direct_alignment_of_directory_is_an_explanation(tmp_path: Path) -> None:

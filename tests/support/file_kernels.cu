@@ -10,16 +10,18 @@ struct request {
   uint64_t at;
 };
 
-enum call : uint32_t { kRead, kWrite, kAppend, kSync };
+enum call : uint32_t { kRead, kWrite, kAppend, kSync, kReadAround };
 
 // One thread for each request.
 FW_KERNEL by_threads(fw::file f, request* requests, uint64_t count, char* buffer, uint32_t what) {
   const uint64_t threads = fw::base::thread_count();
   for (uint64_t k = fw::base::thread_index(); k < count; k += threads) {
     request& r = requests[k];
-    if (what == kRead) r.got = fw::read(f, buffer + r.buffer, r.offset, r.nbytes);
-    if (what == kWrite) r.got = fw::write(f, buffer + r.buffer, r.offset, r.nbytes);
-    if (what == kAppend) r.got = fw::append(f, buffer + r.buffer, r.nbytes, &r.at);
+    char* const to = buffer + r.buffer;
+    if (what == kRead) r.got = fw::read(f, to, r.offset, r.nbytes);
+    if (what == kReadAround) r.got = fw::read_around(f, to, r.offset, r.nbytes);
+    if (what == kWrite) r.got = fw::write(f, to, r.offset, r.nbytes);
+    if (what == kAppend) r.got = fw::append(f, to, r.nbytes, &r.at);
   }
 }
 
@@ -28,9 +30,11 @@ FW_KERNEL by_warps(fw::file f, request* requests, uint64_t count, char* buffer, 
     const request r = requests[k];
     uint64_t at = 0;
     int64_t got = 0;
-    if (what == kRead) got = fw::warp::read(f, buffer + r.buffer, r.offset, r.nbytes);
-    if (what == kWrite) got = fw::warp::write(f, buffer + r.buffer, r.offset, r.nbytes);
-    if (what == kAppend) got = fw::warp::append(f, buffer + r.buffer, r.nbytes, &at);
+    char* const to = buffer + r.buffer;
+    if (what == kRead) got = fw::warp::read(f, to, r.offset, r.nbytes);
+    if (what == kReadAround) got = fw::warp::read_around(f, to, r.offset, r.nbytes);
+    if (what == kWrite) got = fw::warp::write(f, to, r.offset, r.nbytes);
+    if (what == kAppend) got = fw::warp::append(f, to, r.nbytes, &at);
     if (what == kSync) got = fw::warp::sync(f, r.offset, r.nbytes);
     if (fw::warp::lane() == 0) requests[k].got = got, requests[k].at = at;
   }
@@ -42,9 +46,11 @@ FW_KERNEL by_blocks(fw::file f, request* requests, uint64_t count, char* buffer,
     const request r = requests[k];
     uint64_t at = 0;
     int64_t got = 0;
-    if (what == kRead) got = fw::block::read(f, buffer + r.buffer, r.offset, r.nbytes);
-    if (what == kWrite) got = fw::block::write(f, buffer + r.buffer, r.offset, r.nbytes);
-    if (what == kAppend) got = fw::block::append(f, buffer + r.buffer, r.nbytes, &at);
+    char* const to = buffer + r.buffer;
+    if (what == kRead) got = fw::block::read(f, to, r.offset, r.nbytes);
+    if (what == kReadAround) got = fw::block::read_around(f, to, r.offset, r.nbytes);
+    if (what == kWrite) got = fw::block::write(f, to, r.offset, r.nbytes);
+    if (what == kAppend) got = fw::block::append(f, to, r.nbytes, &at);
     if (what == kSync) got = fw::block::sync(f, r.offset, r.nbytes);
     if (fw::block::warp_rank() == 0 && fw::warp::lane() == 0) {
       requests[k].got = got, requests[k].at = at;

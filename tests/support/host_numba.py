@@ -48,13 +48,16 @@ def link_headers(device: fw.CpuDevice) -> None:
         llvm.add_symbol(name, int(address))
 
 
+_FILE_VERBS = ("read", "read_around", "write", "append")
+
+
 def _declared() -> str:
     verbs = ("load", "store", "prefetch", "fetch_async", "read_async", "write_async")
     functions = [f"fw_{verb}_{width}" for verb in verbs for width in (1, 2, 4, 8, 16)]
     functions += [f"fw_atomic_add_{name}" for name in c_abi.ATOMIC_ADD_DTYPES]
     functions += [f"fw_token_{verb}" for verb in ("wait", "done", "status")]
     for scope in ("", "warp_", "block_"):
-        functions += [f"fw_file_{scope}{verb}" for verb in ("read", "write", "append")]
+        functions += [f"fw_file_{scope}{verb}" for verb in _FILE_VERBS]
     functions += [f"fw_file_{verb}" for verb in ("warp_sync", "block_sync", "size", "capacity")]
     return " ".join(functions)
 

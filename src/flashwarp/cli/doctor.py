@@ -39,7 +39,7 @@ from flashwarp.cli.finding import Finding, State
 from flashwarp.cli.parser import existing_path
 from flashwarp.device import CudaDevice, resolve
 from flashwarp.errors import FlashwarpError
-from flashwarp.probe.disk import measure_ceiling, measure_writes, resident_fraction
+from flashwarp.probe.disk import measure_ceiling, measure_writes, residency
 from flashwarp.probe.link import LINK_BYTES, measure_link
 from flashwarp.probe.text import binary
 
@@ -404,15 +404,17 @@ def _check_residency(directory: Path) -> Finding:
     try:
         with _nameless_file(directory) as link:
             link.write_bytes(bytes(16 * mmap.PAGESIZE))
-            part = resident_fraction(link)
+            part, asked = residency(link)
     except (ImportError, OSError) as error:
         return Finding("missing", f"not tried: {error}")
     if part is None:
-        return Finding("limited", "not possible: the system refuses to report it", advice)
+        return Finding(
+            "limited", f"not possible: the system refuses to report it ({asked})", advice
+        )
     if part < 1:
         detail = f"the system reports {part:.0%} of a file just written as in memory"
         return Finding("limited", detail, advice)
-    return Finding("ok", "the system reports which parts of a file are in memory")
+    return Finding("ok", f"the system reports which parts of a file are in memory, by {asked}")
 
 
 def _check_disk(directory: Path) -> Finding:

@@ -127,8 +127,8 @@ class _Source:
         share = 0.0
         if self._mapping is not None:
             try:
-                share = _native.residency(self._mapping.address + begin, end - begin)
-            except OSError:  # a sandbox may refuse mincore
+                share = self._mapping.residency(begin, end)
+            except OSError:  # a sandbox may refuse to tell
                 return _Way.BUFFERED
         if share == 1:
             return _Way.MAPPED

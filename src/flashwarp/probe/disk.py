@@ -32,6 +32,7 @@ __all__ = [
     "measure_ceiling",
     "measure_writes",
     "read_blocks",
+    "residency",
     "resident_fraction",
 ]
 
@@ -114,11 +115,16 @@ def fill_page_cache(path: Path) -> None:
 
 def resident_fraction(path: Path) -> float | None:
     """The part of the file that is in the page cache now; None if a sandbox hides it."""
+    return residency(path)[0]
+
+
+def residency(path: Path) -> tuple[float | None, str]:
+    """As `resident_fraction`, and how the system was asked (see `Mapping.residency`)."""
     with contextlib.closing(Mapping(path, path.stat().st_size)) as mapping:
         try:
-            return mapping.residency()
-        except OSError:  # a sandbox may refuse mincore
-            return None
+            return mapping.residency(), mapping.asked_by
+        except OSError as error:
+            return None, f"{mapping.asked_by}, and mincore: {error.strerror}"
 
 
 def direct_reads_work(path: Path) -> bool:

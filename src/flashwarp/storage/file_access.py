@@ -493,6 +493,6 @@ def _residency(path: str, offset: int, nbytes: int) -> tuple[float | None, Mappi
         return None, None, ""
     try:
         return mapping.residency(), mapping, ""
-    except OSError as error:  # a sandbox may refuse mincore
+    except OSError as error:  # a sandbox may refuse both ways to ask
         why = f"; how much of the file is in the page cache is unknown (mincore: {error})"
         return None, mapping, why

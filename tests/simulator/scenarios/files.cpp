@@ -1,10 +1,10 @@
 // Files: parallel appends, each read back, made durable, and found where it was put; and records
 // that whole warps write and read.
 #include <algorithm>
+#include <memory>
 #include <vector>
 
-#include "flashwarp/file.cuh"
-#include "simulator/machine.h"
+#include "simulator/around.h"
 
 using namespace fw::simulator;
 
@@ -111,11 +111,14 @@ class Records {
  public:
   static constexpr uint32_t kCount = 3;  // of each warp
 
-  Records(Machine& machine, uint64_t seed, uint32_t warps, uint32_t nbytes, uint32_t ahead)
+  // `around`: of a hundred reads, how many go around the cache.
+  Records(Machine& machine, uint64_t seed, uint32_t warps, uint32_t nbytes, uint32_t ahead,
+          uint32_t around = 0)
       : machine_(machine),
         seed_(seed),
         state_(machine.allocate<fw::file_state>(1, "file state", Sharing::kAtomic)),
         nbytes_(nbytes),
+        around_(around),
         buffers_(warps, std::vector<uint8_t>(nbytes)),
         versions_(warps * kCount) {
     state_->size = 0;
@@ -146,7 +149,7 @@ class Records {
         if (t.lane == 0) std::fill(buffer.begin(), buffer.end(), uint8_t(0));
         fw::warp::sync(fw::warp::kFullMask);
         scheduler.current()->doing = "read";
-        const int64_t got = fw::warp::read(file_, buffer.data(), at, nbytes_);
+        const int64_t got = read(random, buffer.data(), at);
         accept(got);
         const bool right = std::all_of(buffer.begin(), buffer.end(),
                                        [&](uint8_t b) { return b == versions_[record]; });
@@ -155,7 +158,7 @@ class Records {
       } else {
         scheduler.current()->doing = "read another's";
         const uint64_t other = random.below(uint32_t(versions_.size())) * uint64_t(nbytes_);
-        const int64_t got = fw::warp::read(file_, buffer.data(), other, nbytes_);
+        const int64_t got = read(random, buffer.data(), other);
         if (got < 0) accept(got);
         fw::warp::sync(fw::warp::kFullMask);
       }
@@ -163,6 +166,14 @@ class Records {
   }
 
  private:
+  int64_t read(Random& random, void* to, uint64_t at) {
+    if (around_ != 0 && random.chance(around_)) {
+      scheduler.current()->doing = "read around the cache";
+      return fw::warp::read_around(file_, to, at, nbytes_);
+    }
+    return fw::warp::read(file_, to, at, nbytes_);
+  }
+
   void accept(int64_t got) {
     const bool failed = got == fw::kFileIo || got == fw::kFileTimedOut;
     if (got == int64_t(nbytes_) || (failed && machine_.faulty())) return;
@@ -185,6 +196,7 @@ class Records {
   const uint64_t seed_;
   fw::file_state* state_;
   const uint32_t nbytes_;
+  const uint32_t around_;
   fw::file file_ = {};
   std::vector<std::vector<uint8_t>> buffers_;
   std::vector<uint8_t> versions_;  // what each record holds; 0: nobody knows
@@ -209,6 +221,55 @@ FW_SCENARIO(file_records, "warps write and read records of a file, whole warps t
   Records records(machine, run.seed, shape.warps, nbytes, run.random.below(4));
   const uint32_t steps = kWidth == 32 ? 3 : 2 + run.random.below(4);
   machine.launch([&](Thread& t) { records.work(t, steps); });
+  machine.settle();
+}
+
+FW_SCENARIO(files_around, "warps read records around the cache that others store and evict") {
+  Shape shape = Shape::draw(run.random);
+  shape.volumes = 1;
+  shape.sets = 1;
+  shape.lines = std::max(shape.lines, 9u);
+  shape.streamed = true;
+  if (run.random.chance(20)) {
+    draw_faults(run);
+    if (kWidth == 32) run.faults.errors = std::min(run.faults.errors, 20u);
+  }
+  Machine machine(run, shape);
+  const uint32_t room = uint32_t(machine.array<uint8_t>().length) / (shape.warps * Records::kCount);
+  uint32_t nbytes = 1 + run.random.below(std::min(room, 300u));
+  if (run.random.chance(50) && nbytes >= 16) nbytes = nbytes / 16 * 16;
+  Records records(machine, run.seed, shape.warps, nbytes, 0, 70);
+  const uint32_t steps = kWidth == 32 ? 3 : 3 + run.random.below(6);
+  machine.launch([&](Thread& t) { records.work(t, steps); });
+  machine.settle();
+}
+
+FW_SCENARIO(loads_around, "threads load around the cache what others store, load and evict") {
+  Shape shape = Shape::draw(run.random);
+  shape.streamed = true;
+  if (run.random.chance(20)) draw_faults(run);
+  Machine machine(run, shape);
+  std::vector<std::unique_ptr<Elements<>>> volumes;
+  for (uint32_t v = 0; v < shape.volumes; ++v) {
+    volumes.push_back(std::make_unique<Elements<>>(machine, v));
+  }
+  const uint32_t operations = kWidth == 1 ? 3 + run.random.below(5) : 1 + run.random.below(4);
+  machine.launch([&](Thread& t) {
+    for (uint32_t n = 0; n < operations; ++n) {
+      const uint32_t v = t.random.below(shape.volumes);
+      Elements<>& data = *volumes[v];
+      const uint32_t i = data.pick(t.random);
+      const uint32_t dice = t.random.below(100);
+      if (dice < 50) {
+        load_around(machine, data, i, v);
+      } else if (dice < 80) {
+        data.store(i);
+      } else {
+        data.load(i);
+      }
+    }
+  });
+  for (auto& data : volumes) data->check();
   machine.settle();
 }
 

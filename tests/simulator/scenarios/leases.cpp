@@ -1,6 +1,7 @@
 // Namespaces that are read in place under a lease, which the host gives up while threads read.
 #include <cstring>
 
+#include "simulator/around.h"
 #include "simulator/row_job.h"
 
 using namespace fw::simulator;
@@ -117,6 +118,30 @@ void stream_while_left(Run& run, Shape shape) {
   }
 }
 
+// Reads of a file around the cache.
+void read_around_while_left(Run& run, Shape shape) {
+  shape.path = fw::nvme::kInPlace;
+  shape.leased = true;
+  shape.volumes = 1;
+  Machine machine(run, shape);
+  Elements<> data(machine, 0);
+  share_pages(machine);
+  machine.beside([&](Random& random) {
+    for (uint32_t n = random.below(60); n != 0; --n) scheduler.yield();
+    leave_pages(machine);
+  });
+  const uint32_t operations = kWidth == 1 ? 2 + run.random.below(5) : 1 + run.random.below(3);
+  machine.launch([&](Thread& t) {
+    for (uint32_t n = 0; n < operations; ++n) {
+      const uint32_t i = data.pick(t.random);
+      t.random.chance(80) ? load_around(machine, data, i) : data.load(i);
+    }
+  });
+  machine.beside(nullptr);
+  data.check();
+  machine.settle();
+}
+
 // What a graph replays: kernels of the library, and a kernel of the user's that refreshes. They
 // leave lines in the cache, and prefetches in flight.
 void replay(Machine& machine, Elements<>& data, Random& random) {
@@ -182,6 +207,10 @@ FW_SCENARIO(leases, "loads and prefetches in place, while the host gives the pag
 
 FW_SCENARIO(leases_streamed, "gathers around the cache, while the host gives the pages up") {
   stream_while_left(run, Shape::draw(run.random));
+}
+
+FW_SCENARIO(leases_around, "reads of a file around the cache, while the host gives the pages up") {
+  read_around_while_left(run, Shape::draw(run.random));
 }
 
 FW_SCENARIO(leases_spread, "the same over stripes or replicas on two or three drives") {

@@ -19,6 +19,10 @@ FW_DEVICE int64_t place_of(int64_t got, uint64_t at) { return got < 0 ? got : in
   FW_DEVICE_C int64_t fw_##PREFIX##read(const void* f, void* to, uint64_t offset, uint64_t n) { \
     return SCOPE::read(fw::c_abi::file_at(f), to, offset, n);                                   \
   }                                                                                             \
+  FW_DEVICE_C int64_t fw_##PREFIX##read_around(const void* f, void* to, uint64_t offset,        \
+                                               uint64_t n) {                                    \
+    return SCOPE::read_around(fw::c_abi::file_at(f), to, offset, n);                            \
+  }                                                                                             \
   FW_DEVICE_C int64_t fw_##PREFIX##write(const void* f, const void* from, uint64_t offset,      \
                                          uint64_t n) {                                          \
     return SCOPE::write(fw::c_abi::file_at(f), from, offset, n);                                \

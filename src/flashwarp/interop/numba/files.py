@@ -178,7 +178,8 @@ def _methods() -> dict[str, Any]:
     """Make the methods: of one thread, and under ``warp_`` and ``block_`` those of more."""
     ways: dict[str, Callable[..., Any]] = {}
     for scope in ("", "warp_", "block_"):
-        ways[f"{scope}read"] = _typed_transfer(f"{scope}read", stores=False)
+        for verb in ("read", "read_around"):
+            ways[f"{scope}{verb}"] = _typed_transfer(f"{scope}{verb}", stores=False)
         ways[f"{scope}write"] = _typed_transfer(f"{scope}write", stores=True)
         ways[f"{scope}append"] = _typed_append(f"{scope}append")
         if scope:

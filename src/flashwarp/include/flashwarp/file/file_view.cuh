@@ -5,6 +5,11 @@
 // lengths need no alignment. Bytes move through the array's cache and rings, so a read sees the
 // last write to its bytes that finished before it, by whichever thread.
 //
+// `read_around` is a read that leaves the cache as it is: it finds lines that are in the cache
+// there, and reads the bytes of absent ones from the storage, without frames for them (see
+// cache/read_absent.cuh). It also sees every write that finished before it. Beside a write to the
+// same bytes it may return parts of both. For files that are read once, beside what stays cached.
+//
 // A write may go past the end, as far as the file's capacity: the file then ends behind it. Bytes
 // of the capacity that nobody has written are zeros. `append` takes its place at the end with one
 // atomic operation, so parallel appends do not overlap; a reader that wants their bytes has to be
@@ -16,6 +21,7 @@
 #pragma once
 
 #include "flashwarp/array/async.cuh"
+#include "flashwarp/cache/read_absent.cuh"
 #include "flashwarp/cache/short_hit.cuh"
 #include "flashwarp/cache/single_command.cuh"
 
@@ -195,7 +201,36 @@ FW_DEVICE int64_t read_file(const file& f, uint32_t mask, void* to, uint64_t off
   return file_result(got, uint64_t(nbytes));
 }
 
-// The same for a write. The end of the file stays where it is.
+// Reads each lane's lines around the cache. All lanes of `mask` call together. Returns the lane's
+// first failure.
+FW_DEVICE_NOINLINE uint32_t read_lines_around(cache::line_cache* c, cache::volume* v, uint32_t mask,
+                                              const span& s) {
+  cache::tally count;
+  cache::around_count around;
+  uint32_t status = nvme::kSuccess;
+  for (walk at(c->geometry, s); warp::any(mask, at.more()); at.line += at.stride) {
+    const bool wants = at.more();
+    copy_piece<false> op = piece_of<false>(c->geometry, s, at.line, wants);
+    const uint32_t got = cache::access_around<policy>(*c, *v, mask, wants, v->line_begin + at.line,
+                                                      op, count, around);
+    if (wants && status == nvme::kSuccess) status = got;
+  }
+  around.add_to(*v);
+  count.add_kernel_to(*v, mask);
+  warp::sync(mask);
+  return status;
+}
+
+// As read_file, around the cache.
+FW_DEVICE int64_t read_file_around(const file& f, uint32_t mask, void* to, uint64_t offset,
+                                   int64_t nbytes, uint32_t rank, uint32_t ranks) {
+  if (nbytes <= 0) return nbytes;
+  const span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), to), rank, ranks);
+  const uint32_t got = base::opaque(&read_lines_around)(f.bytes.cache, f.bytes.volume, mask, s);
+  return file_result(status_of_all(mask, got), uint64_t(nbytes));
+}
+
+// As read_file, for a write. The end of the file stays where it is.
 FW_DEVICE int64_t write_file(const file& f, uint32_t mask, const void* from, uint64_t offset,
                              int64_t nbytes, uint32_t rank, uint32_t ranks) {
   if (nbytes <= 0) return nbytes;
@@ -260,6 +295,17 @@ FW_DEVICE int64_t read(const file& f, void* to, uint64_t offset, uint64_t nbytes
   return detail::file_result(got, uint64_t(n));
 }
 
+// As read, around the cache.
+FW_DEVICE int64_t read_around(const file& f, void* to, uint64_t offset, uint64_t nbytes) {
+  const int64_t n = detail::readable(f, offset, nbytes);
+  if (n <= 0) return n;
+  const detail::span s = f.bytes.span_of(offset, uint64_t(n), to);
+  const uint32_t mask = detail::active_on(f.bytes.volume);
+  const uint32_t got =
+      base::opaque(&detail::read_lines_around)(f.bytes.cache, f.bytes.volume, mask, s);
+  return detail::file_result(got, uint64_t(n));
+}
+
 // Writes `from` to [offset, offset + nbytes), by one thread. Durable after a sync.
 FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
   const int64_t n = detail::writable(f, offset, nbytes);
@@ -285,6 +331,12 @@ FW_DEVICE int64_t read(const file& f, void* to, uint64_t offset, uint64_t nbytes
   const uint32_t mask = detail::active_on(f.bytes.volume);
   const int64_t n = detail::same(mask, detail::readable(f, offset, nbytes));
   return detail::read_file(f, mask, to, offset, n, 0, 1);
+}
+
+FW_DEVICE int64_t read_around(const file& f, void* to, uint64_t offset, uint64_t nbytes) {
+  const uint32_t mask = detail::active_on(f.bytes.volume);
+  const int64_t n = detail::same(mask, detail::readable(f, offset, nbytes));
+  return detail::read_file_around(f, mask, to, offset, n, 0, 1);
 }
 
 FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
@@ -322,6 +374,12 @@ FW_DEVICE int64_t read(const file& f, void* to, uint64_t offset, uint64_t nbytes
   const int64_t n = int64_t(broadcast(uint64_t(detail::readable(f, offset, nbytes))));
   return detail::common(
       detail::read_file(f, warp::kFullMask, to, offset, n, warp_rank(), warp_count()));
+}
+
+FW_DEVICE int64_t read_around(const file& f, void* to, uint64_t offset, uint64_t nbytes) {
+  const int64_t n = int64_t(broadcast(uint64_t(detail::readable(f, offset, nbytes))));
+  return detail::common(
+      detail::read_file_around(f, warp::kFullMask, to, offset, n, warp_rank(), warp_count()));
 }
 
 FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
