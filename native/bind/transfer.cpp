@@ -97,7 +97,8 @@ void bind_transfer(nb::module_& m) {
       .def_prop_ro("ended_address", &HostCopier::ended_address)
       .def("stop", &HostCopier::stop, nb::call_guard<Unlocked>());
   nb::class_<Gatherer>(m, "Gatherer")
-      .def(nb::init<uint32_t>(), nb::arg("threads"))
+      .def(nb::init<uint32_t, uint32_t>(), nb::arg("threads"),
+           nb::arg("in_flight") = Gatherer::kInFlight)
       .def_prop_ro("threads", &Gatherer::threads)
       .def_prop_ro("file_way", &Gatherer::file_way)
       .def("gather", &move_pieces<uint64_t, &Gatherer::gather>, nb::arg("buffer"), nb::arg("base"),

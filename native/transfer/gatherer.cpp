@@ -20,8 +20,6 @@ namespace {
 constexpr uint64_t kGatherStepBytes = uint64_t(256) << 10;
 // The same for a file, whose pieces take longer the fewer are in flight.
 constexpr uint64_t kFileStepPieces = 512;
-// Reads in flight by one thread.
-constexpr uint32_t kFileDepth = 64;
 // Neighbours in the file are moved together, up to this size.
 constexpr uint64_t kRunBytesMax = uint64_t(1) << 20;
 
@@ -74,8 +72,10 @@ struct Gatherer::State {
   std::vector<std::unique_ptr<IoEngine>> engines;  // not in use
 };
 
-Gatherer::Gatherer(uint32_t threads) : threads_(threads), state_(std::make_unique<State>()) {
+Gatherer::Gatherer(uint32_t threads, uint32_t in_flight)
+    : threads_(threads), in_flight_(in_flight), state_(std::make_unique<State>()) {
   if (threads == 0) throw std::invalid_argument("a gatherer needs one thread at least");
+  if (in_flight == 0) throw std::invalid_argument("a thread has one read in flight at least");
   try {
     for (uint32_t i = 1; i < threads; ++i) state_->threads.emplace_back([this] { serve(); });
   } catch (const std::system_error&) {
@@ -205,7 +205,7 @@ std::unique_ptr<IoEngine> Gatherer::take_engine() {
     state_->engines.pop_back();
     return engine;
   }
-  return state_->factory->make(kFileDepth);
+  return state_->factory->make(in_flight_);
 }
 
 void Gatherer::give_engine(std::unique_ptr<IoEngine> engine) {
@@ -267,7 +267,8 @@ Gatherer::Outcome Gatherer::move_range(int fd, const Pieces& pieces, bool write,
   IoResult results[kReapMax];
   size_t submitted = 0, ended = 0;
   while (ended < runs.size()) {
-    for (; submitted < runs.size() && engine->free_slots() != 0; ++submitted) {
+    for (; submitted < runs.size() && submitted - ended < in_flight_ && engine->free_slots() != 0;
+         ++submitted) {
       const Run& next = runs[submitted];
       IoOperation operation;
       operation.kind = write ? IoOperation::Kind::kWrite : IoOperation::Kind::kRead;

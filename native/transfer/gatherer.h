@@ -38,8 +38,11 @@ class Gatherer {
     uint64_t piece = 0;
   };
 
+  // Reads or writes in flight by one thread.
+  static constexpr uint32_t kInFlight = 64;
+
   // At most `threads` threads work at a time, the caller among them.
-  explicit Gatherer(uint32_t threads);
+  explicit Gatherer(uint32_t threads, uint32_t in_flight = kInFlight);
   ~Gatherer();
   Gatherer(const Gatherer&) = delete;
   Gatherer& operator=(const Gatherer&) = delete;
@@ -72,6 +75,7 @@ class Gatherer {
   void give_engine(std::unique_ptr<IoEngine> engine);
 
   const uint32_t threads_;
+  const uint32_t in_flight_;
   std::unique_ptr<State> state_;
   ForkGuard fork_guard_;
 };

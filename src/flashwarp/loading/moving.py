@@ -49,11 +49,11 @@ _CHUNK_BYTES = 16 << 20
 _THREADS_MAX = 3
 # More take the memory's bandwidth from the copy engine.
 _CORES_MAX = 8
-# Parts of a chunk: what a core copies at a time, a direct read, and those of a thread in flight. A
-# virtual disk gave less to more.
+# Parts of a chunk: what a core copies at a time, a direct read, and how many of a thread are in
+# flight, each followed by another as it ends. A virtual disk gave less to more.
 _COPY_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
-_IN_FLIGHT_BYTES = 4 << 20
+_IN_FLIGHT = 4
 _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 STAGING_BYTES_MIN = 2 * _PAGE_BYTES
@@ -167,11 +167,9 @@ class _Source:
                 return
             if way is _Way.DIRECT:
                 whole = nbytes - nbytes % _READ_BYTES
-                while done < whole:
-                    count = min(_IN_FLIGHT_BYTES, whole - done)
-                    steps = _steps(offset + done, count, _READ_BYTES)
-                    gatherer.read(memory[done:], self.direct_fd, steps, _READ_BYTES)
-                    done += count
+                steps = _steps(offset, whole, _READ_BYTES)
+                gatherer.read(memory, self.direct_fd, steps, _READ_BYTES)
+                done = whole
         except StorageError as error:
             # EFAULT: a page of the mapping is gone.
             if error.errno in (errno.EFAULT, errno.ENODATA):
@@ -364,7 +362,7 @@ class _Mover:
         self._streams = streams
         self._total = sum(piece.nbytes for chunk in chunks for piece in chunk.pieces)
         self._engine = CopyEngine(device) if device.kind == "cuda" and chunks else None
-        self._gatherer = Gatherer(min(_CORES_MAX, config.cores()))
+        self._gatherer = Gatherer(min(_CORES_MAX, config.cores()), _IN_FLIGHT)
         self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._done: list[int] = []
         self._limit_s = config.current().timeout_s

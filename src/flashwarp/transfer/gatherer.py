@@ -16,6 +16,7 @@ from flashwarp.errors import ArgumentError, BoundsError, ClosedError, ForkError,
 __all__ = ["Gatherer"]
 
 _THREADS_MAX = 256
+_IN_FLIGHT_MAX = 4096
 _MOST = 1 << 62
 
 Bytes = npt.NDArray[Any]
@@ -33,6 +34,8 @@ class Gatherer(endings.Closing):
     threads : int, optional
         The most that work on one call, the caller among them. Default: every core that this process
         may use.
+    in_flight : int
+        Reads or writes of a file that one of them has in flight, at most.
 
     Examples
     --------
@@ -46,10 +49,13 @@ class Gatherer(endings.Closing):
     [20, 21, 22, 23, 0, 1, 2, 3, 36, 37, 38, 39]
     """
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, in_flight: int = 64) -> None:
         count = cores() if threads is None else threads
         self._pid = os.getpid()
-        self._native = _native.Gatherer(integer("threads", count, 1, _THREADS_MAX))
+        self._native = _native.Gatherer(
+            integer("threads", count, 1, _THREADS_MAX),
+            integer("in_flight", in_flight, 1, _IN_FLIGHT_MAX),
+        )
         self._closed = False
 
     @property
