@@ -32,6 +32,7 @@ from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError, FlashwarpError
 from flashwarp.storage.safetensors import read_checkpoint
 from support.architectures import ARCHITECTURES
+from support.daily import part_of_today
 
 ALL_PARTS = "memory,file,by_degree,drives,kinds,queue_pairs,cache_sizes,reuse"
 
@@ -298,7 +299,7 @@ def test_sums_of_loads_that_run_ahead(ahead):
 @pytest.mark.parametrize(
     ("kernels", "count"), [(vectoradd.KERNELS, 3), (ctc.KERNELS, 2)], ids=["vectoradd", "ctc"]
 )
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", part_of_today(ARCHITECTURES, 5))
 def test_kernels_compile_for_gpus(kernels, count, arch):
     assert len(compile_source(arch, Source.read(kernels)).kernels) == count
 
