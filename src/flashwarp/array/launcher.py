@@ -346,8 +346,8 @@ class Launcher:
         self.moved.add(len(chosen))
         if self.watchers:
             self._show_rows(chosen, counting)
-        copies = self.copies if verb == "gather" and isinstance(chosen, range) else None
-        if copies is not None and copies.takes(chosen, stream):
+        copies = self.copies if verb == "gather" else None
+        if copies is not None and isinstance(chosen, range) and copies.takes(chosen, stream):
             if copies.writable:
                 self.maintain("flush_lines", chosen=chosen, stream=stream)
             copies.read(chosen, buffer, stream, end)

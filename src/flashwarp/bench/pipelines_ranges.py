@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 
 import flashwarp as fw
@@ -29,21 +32,22 @@ def _to_the_device(
     torch, rows = bench.torch, parts[0].stop
     out = torch.empty((rows, _ROW_BYTES // 4), dtype=torch.int32, device=bench.place)
     lists = [torch.arange(part.start, part.stop, device=bench.place) for part in parts]
-    rates = {}
-    for name, chosen in (("ranges", parts), ("lists", lists)):
+    ways: dict[str, list[Any]] = {"ranges": parts, "lists": lists}
+    rates, kernels = {}, "warps" if bench.on_gpu else "threads"
 
-        def gather(chosen: list[object] = chosen) -> None:
-            for which in chosen:
-                array.gather(which, out=out, stream=bench.stream)
+    def gather(chosen: list[Any]) -> None:
+        for which in chosen:
+            array.gather(which, out=out, stream=bench.stream)
 
+    for name, chosen in ways.items():
         out.zero_()
-        cost = bench.median_cost(gather)
+        cost = bench.median_cost(partial(gather, chosen))
         right = bench.rows_right(out, lists[-1])
         rates[name] = len(parts) * rows * _ROW_BYTES / cost.seconds / 1e9, right
         if name == "ranges":
-            way = "copy engine" if array.stats.bytes_copied else "warps"
+            way = "copy engine" if array.stats.bytes_copied else kernels
     (ours, right), (listed, listed_right) = rates["ranges"], rates["lists"]
-    bases = [("warps, the same rows as a list", listed, 1.0)]
+    bases = [(f"{kernels}, the same rows as a list", listed, 1.0)]
     if link:
         bases.insert(0, ("copy engine, pinned memory", link, _OF_CEILING))
     for against, base, target in bases:
