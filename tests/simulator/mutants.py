@@ -1645,6 +1645,7 @@ MUTANTS = {
             _AROUND_RELEASE + _AROUND_COPY + _AROUND_CHECK,
             "the next command's data replaces ours in the slot's buffer before we have read it",
             "loads_around",
+            "weak",
         ),
         Mutant(
             "around-behind-the-lease",
