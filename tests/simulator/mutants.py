@@ -79,7 +79,7 @@ _FILE = "flashwarp/file/file_view.cuh"
 _ABSENT = "flashwarp/cache/read_absent.cuh"
 
 _AROUND_COPY = """\
-  if (arrived != 0) op.visit(mask, arrived, address - blocks.begin);
+  if (arrived != 0) op.template copy<warp::source::kStorage>(mask, arrived, address - blocks.begin);
 """
 _AROUND_CHECK = """\
   if (q.data.leased != 0) {
@@ -1645,6 +1645,7 @@ MUTANTS = {
             _AROUND_RELEASE + _AROUND_COPY + _AROUND_CHECK,
             "the next command's data replaces ours in the slot's buffer before we have read it",
             "loads_around",
+            "weak",
         ),
         Mutant(
             "around-behind-the-lease",

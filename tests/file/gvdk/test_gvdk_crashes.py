@@ -72,6 +72,7 @@ def test_no_power_cut_loses_what_was_synced(
             cut.write_bytes(content)
             check_cut(cut, marks, key)
             states += 1
+    print(f"{states} states of the disk after cuts of {RUNS} runs")
     assert states > 100 * RUNS
 
 

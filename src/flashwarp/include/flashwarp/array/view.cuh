@@ -259,8 +259,13 @@ struct copy_piece {
   uint64_t buffer;
 
   FW_DEVICE void visit(uint32_t mask, uint32_t members, uint64_t frame) {
-    constexpr warp::source kSource = kToFrame ? warp::source::kOwn : warp::source::kFrame;
-    const uint64_t inside = frame + offset;
+    copy<kToFrame ? warp::source::kOwn : warp::source::kFrame>(mask, members, frame);
+  }
+
+  // `line` is the address of the lane's line, in a frame or in the storage.
+  template <warp::source kSource>
+  FW_DEVICE void copy(uint32_t mask, uint32_t members, uint64_t line) {
+    const uint64_t inside = line + offset;
     const uint64_t to = kToFrame ? inside : buffer;
     const uint64_t from = kToFrame ? buffer : inside;
     const uint32_t alone = members & warp::ballot(mask, base::is_private(buffer));

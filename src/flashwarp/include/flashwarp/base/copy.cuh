@@ -9,23 +9,27 @@
 namespace fw::warp {
 
 // The kind of source. `kFrame` is a frame, which may change during the copy. `kStream` is global
-// memory that is read once and does not change. `kOwn` is any memory of the caller.
-enum class source { kFrame, kStream, kOwn };
+// memory that is read once and does not change. `kStorage` is the same, for a copy to memory of the
+// caller. `kOwn` is any memory of the caller.
+enum class source { kFrame, kStream, kStorage, kOwn };
 
 template <uint32_t kBytes, source kSource>
 FW_DEVICE typename atomic::raw<kBytes>::type load_word(const char* from) {
   using word = atomic::raw<kBytes>;
   if constexpr (kSource == source::kFrame) return word::load(from);
-  if constexpr (kSource == source::kStream) return word::load_stream(from);
+  if constexpr (kSource == source::kStream || kSource == source::kStorage) {
+    return word::load_stream(from);
+  }
   if constexpr (kSource == source::kOwn) return word::load_plain(from);
 }
 
-// A copy from a frame goes to memory of the caller. Every other copy goes to a frame, which other
-// warps may read.
+// A copy from a frame, or around the cache, goes to memory of the caller. Every other copy goes to
+// a frame, which other warps may read.
 template <uint32_t kBytes, source kSource>
 FW_DEVICE void store_word(char* to, typename atomic::raw<kBytes>::type value) {
   using word = atomic::raw<kBytes>;
-  kSource == source::kFrame ? word::store_plain(to, value) : word::store(to, value);
+  constexpr bool kToCaller = kSource == source::kFrame || kSource == source::kStorage;
+  kToCaller ? word::store_plain(to, value) : word::store(to, value);
 }
 
 template <uint32_t kBytes, source kSource>

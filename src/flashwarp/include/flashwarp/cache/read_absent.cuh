@@ -85,7 +85,7 @@ FW_DEVICE uint32_t read_blocks(line_cache& c, const volume& v, nvme::queue_pair&
   nvme::publish(q, mask);
   const uint32_t status = nvme::wait_for_completions(q, mask, batch, ticket, finisher);
   const uint32_t arrived = warp::ballot(mask, mine && status == nvme::kSuccess);
-  if (arrived != 0) op.visit(mask, arrived, address - blocks.begin);
+  if (arrived != 0) op.template copy<warp::source::kStorage>(mask, arrived, address - blocks.begin);
   if (q.data.leased != 0) {
     finish_loads(mask);
     // Also after a failure: the file may have been cut before the path changed.
@@ -142,7 +142,7 @@ FW_DEVICE_NOINLINE around_outcome read_absent(line_cache& c, volume& v, uint32_t
   if (warp::any(mask, path == nvme::kDirect)) {
     if constexpr (warp::kWarpWidth == 1) out.ended = mine && copy_cached(q, begin, op);
   } else if (in_place && q.plain_reads != 0) {
-    op.visit(mask, members, q.data.mapped_base + begin);
+    op.template copy<warp::source::kStorage>(mask, members, q.data.mapped_base + begin);
     if (q.data.leased != 0) finish_loads(mask);
     out.ended = mine && nvme::is_current(q, q.data.mapped_base);
   } else {
@@ -155,8 +155,10 @@ FW_DEVICE_NOINLINE around_outcome read_absent(line_cache& c, volume& v, uint32_t
   return out;
 }
 
-// Runs `op`, which loads, on the line of each lane that `wants`, around the cache. All lanes of
-// `mask` call together. Returns the lane's NVMe status, as `access`.
+// Runs `op`, which loads, on the line of each lane that `wants`, around the cache. Beside what
+// `access` needs, `op` has `offset`, `bytes` and `buffer` of its piece, and `copy`, which does what
+// `visit` does with lines in the storage. All lanes of `mask` call together. Returns the lane's
+// NVMe status, as `access`.
 template <typename Policy, typename Op>
 FW_DEVICE uint32_t access_around(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
                                  Op& op, tally& hits, around_count& count) {
