@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # How long each native stress program runs, in seconds. It is a budget, not a limit.
 export FLASHWARP_STRESS_SECONDS ?= 3
 # Tests compile many policies for the CPU device, and run each for milliseconds.
-test: export FLASHWARP_HOST_OPTIMIZATION ?= 1
+test: export FLASHWARP_HOST_OPTIMIZATION ?= 0
 
 # The demo computes on the GPU where there is one, so it then needs the CUDA extra as well.
 comma := ,

@@ -66,7 +66,7 @@ typedef unsigned long long uintptr_t;
 #endif
 #else
 #define FW_ON_GPU 0
-#define FW_DEVICE inline __attribute__((always_inline))
+#define FW_DEVICE inline
 #define FW_DEVICE_NOINLINE inline __attribute__((noinline))
 #define FW_DEVICE_C extern "C" inline
 #define FW_HOST_DEVICE inline
