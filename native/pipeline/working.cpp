@@ -14,7 +14,7 @@ namespace {
 
 // Between looks at queue pairs with commands in flight: a few of them end meanwhile. Naps become
 // longer while none ends, as with large ones, so that waiting takes little of a core.
-constexpr int64_t kNapMinNs = 5'000, kNapMaxNs = 40'000;
+constexpr int64_t kShortNapNs = 5'000, kLongNapNs = 40'000;
 constexpr uint32_t kLooksPerNap = 32;
 
 void relax() {
@@ -50,7 +50,7 @@ void BatchEngine::Core::work(uint32_t index) {
   Lane& lane = *lanes[index];
   std::vector<EndedRun> ended;
   uint32_t aborts_seen = 0, looks = 0;
-  int64_t idle_since_ns = 0, nap_ns = kNapMinNs;
+  int64_t idle_since_ns = 0, nap_ns = kShortNapNs;
   while (true) {
     // Before the look for work, so that a wake-up after it is not missed.
     const uint32_t epoch = sleepers[index]->epoch();
@@ -67,7 +67,7 @@ void BatchEngine::Core::work(uint32_t index) {
     if (moved) {
       looks = 0;
       idle_since_ns = 0;
-      nap_ns = kNapMinNs;
+      nap_ns = kShortNapNs;
       continue;
     }
     if (workers_end.load(std::memory_order_acquire)) return;
@@ -76,7 +76,7 @@ void BatchEngine::Core::work(uint32_t index) {
     if (!lane.idle()) {
       const timespec nap = {0, nap_ns};
       nanosleep(&nap, nullptr);
-      nap_ns = std::min(2 * nap_ns, kNapMaxNs);
+      nap_ns = std::min(2 * nap_ns, kLongNapNs);
       continue;
     }
     const int64_t now_ns = monotonic_ns();
