@@ -264,6 +264,7 @@ def test_a_mapped_file_that_was_cut_fails_rows_and_does_not_end_the_process(
             engine.wait("prefetch", ticket)
         np.testing.assert_array_equal(buffer[32:], data[:32][::-1])
         assert not buffer[:32].any()
+    mapping.close()
 
 
 def test_a_read_that_hangs_ends_its_batch_and_says_what_it_waited_for(tmp_path: Path) -> None:
