@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -228,14 +228,17 @@ class Mapping:
         start = begin - begin % mmap.ALLOCATIONGRANULARITY
         self.nbytes = end - start
         self._start = start
-        with contextlib.ExitStack() as opened:
-            self._file = opened.enter_context(path.open("rb"))
-            status = os.fstat(self._file.fileno())
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._close_fd = weakref.finalize(self, os.close, self._fd)
+        try:
+            status = os.fstat(self._fd)
             self.identity = status.st_dev, status.st_ino
             self._map = mmap.mmap(
-                self._file.fileno(), self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=start
+                self._fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=start
             )
-            opened.pop_all()
+        except BaseException:
+            self._close_fd()
+            raise
         self._view = np.frombuffer(self._map, np.uint8)
         self.address = int(self._view.ctypes.data)
         self.origin = (self.address - start) % (1 << 64)  # as the extension adds
@@ -261,9 +264,7 @@ class Mapping:
             first = begin - begin % mmap.PAGESIZE
             pages = -(-(end - first) // mmap.PAGESIZE)
             try:
-                cached = _native.cached_pages(
-                    self._file.fileno(), self._start + first, pages * mmap.PAGESIZE
-                )
+                cached = _native.cached_pages(self._fd, self._start + first, pages * mmap.PAGESIZE)
             except OSError as error:
                 self.asked_by = f"mincore, because cachestat failed: {error.strerror}"
             else:
@@ -283,4 +284,4 @@ class Mapping:
         if not self._map.closed:
             del self._view
             self._map.close()
-            self._file.close()
+            self._close_fd()
