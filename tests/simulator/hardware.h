@@ -258,7 +258,7 @@ class Hardware {
   // Divides a namespace within its first line, and within a later one.
   void read_in_parts(nvme::queue_pair& q, uint64_t bytes) {
     const uint64_t ends[] = {8, 24, kLineBytes, kLineBytes * 3 / 2, bytes};
-    auto* parts = allocate<nvme::mapped_part>(5, "parts");
+    auto* parts = allocate<nvme::namespace_part>(5, "parts");
     for (uint32_t i = 0; i < 5; ++i) parts[i] = {ends[i], q.data.mapped_base};
     q.parts = parts;
     q.part_count = 5;

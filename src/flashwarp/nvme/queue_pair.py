@@ -23,7 +23,7 @@ __all__ = [
     "DataPath",
     "DriveAddressingStruct",
     "DriveSide",
-    "MappedPart",
+    "NamespacePart",
     "QueueCounters",
     "QueuePairs",
     "QueueTable",
@@ -82,13 +82,18 @@ class QueuePairStruct(ctypes.Structure):
     )
 
 
-class MappedPart(NamedTuple):
-    """Mirror of `nvme::mapped_part`."""
+class NamespacePart(NamedTuple):
+    """Mirror of `nvme::namespace_part`."""
 
     end: int
     """The byte of the namespace behind its last."""
     base: int
-    """Device address of its first byte, less that byte's number in the namespace; modulo 2^64."""
+    """Where its first byte lies, less that byte's number in the namespace; modulo 2^64."""
+
+    @staticmethod
+    def table(parts: Sequence[NamespacePart]) -> bytes:
+        """Return the parts of a namespace as device code has them."""
+        return b"".join(_PART.pack(*part) for part in parts)
 
 
 _PART = struct.Struct("=2Q")
@@ -182,8 +187,9 @@ class QueuePairs(NotCopied):
         "in_place": whether `leave_in_place` and `advance_epoch` may be called.
     plain_reads, plain_writes : bool
         "in_place": whether kernels read, and write, the namespace without commands.
-    parts : sequence of MappedPart
-        "in_place": where kernels read the namespace without commands, if it has no one address.
+    parts : sequence of NamespacePart
+        "in_place": the device addresses at which kernels read the namespace without commands, if it
+        has no one address.
     cached_reads : bool
         "direct": whether threads of the CPU device copy what is in the page cache without commands.
     drive : DriveSide, optional
@@ -207,7 +213,7 @@ class QueuePairs(NotCopied):
         leased: bool = False,
         plain_reads: bool = False,
         plain_writes: bool = False,
-        parts: Sequence[MappedPart] = (),
+        parts: Sequence[NamespacePart] = (),
         cached_reads: bool = False,
         drive: DriveSide | None = None,
         timeout_s: float,
@@ -299,8 +305,7 @@ class QueuePairs(NotCopied):
             )
         device.upload(self.address, bytes(self._structs))
         if parts:
-            places = b"".join(_PART.pack(*part) for part in parts)
-            device.upload(self.address + pairs_bytes, places)
+            device.upload(self.address + pairs_bytes, NamespacePart.table(parts))
         self._drive_place = self.address + drive_place
 
     def address_for_drive(self, addressing: DriveAddressingStruct) -> None:

@@ -24,7 +24,7 @@ from flashwarp.errors import (
 )
 from flashwarp.nvme import Controller, Destination, Service
 from flashwarp.nvme.batches import Batches
-from flashwarp.nvme.queue_pair import DATA_PATHS, DataPath, MappedPart, QueuePairs
+from flashwarp.nvme.queue_pair import DATA_PATHS, DataPath, NamespacePart, QueuePairs
 from flashwarp.storage import File, Memory, Namespace, Storage
 from flashwarp.storage.composite import Concatenated, members_of
 from flashwarp.storage.file import Mapping
@@ -170,7 +170,7 @@ def choose_path(
     return "bounce", why + tried
 
 
-def _parts_of(storage: Storage, device: Device) -> list[MappedPart]:
+def _parts_of(storage: Storage, device: Device) -> list[NamespacePart]:
     """Return where a device reads a concatenation in place; none if it cannot.
 
     Stores go through commands, which have one address for the namespace. So it takes none.
@@ -183,7 +183,7 @@ def _parts_of(storage: Storage, device: Device) -> list[MappedPart]:
         if not base or not (isinstance(member, Memory) or device.kind == "cuda"):
             return []
         end = begin + member.nbytes
-        parts.append(MappedPart(end, (base - begin) % (1 << 64)))
+        parts.append(NamespacePart(end, (base - begin) % (1 << 64)))
         begin = end
     return parts
 

@@ -174,22 +174,16 @@ FW_DEVICE_NOINLINE uint32_t read_parts(const line_cache& c, const volume& v,
   uint64_t at = line_in_namespace(v, t.line) << c.geometry.line_shift;
   uint64_t left = mine ? bytes_of_line(c, v, t.line) : 0;
   uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way));
-  uint64_t low = 0;
-  for (uint64_t high = mine ? q.part_count - 1 : 0; low < high;) {
-    const uint64_t middle = (low + high) / 2;
-    const bool behind = q.parts[middle].end <= at;
-    low = behind ? middle + 1 : low;
-    high = behind ? high : middle;
-  }
+  uint64_t number = mine ? nvme::find_part(q.parts, q.part_count, at) : 0;
   uint32_t again = 0;
   // Each lane has acquired its own line; now all lanes copy all of them.
   warp::sync(mask);
-  for (; warp::any(mask, left != 0); low++) {
+  for (; warp::any(mask, left != 0); number++) {
     const uint32_t now = warp::ballot(mask, left != 0);
     uint64_t address = 0;
     uint64_t bytes = 0;
     if (left != 0) {
-      const nvme::mapped_part part = q.parts[low];
+      const nvme::namespace_part part = q.parts[number];
       address = part.base + at;
       bytes = part.end - at < left ? part.end - at : left;
     }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "flashwarp/nvme/command.cuh"
+#include "flashwarp/nvme/namespace_part.cuh"
 
 namespace fw::nvme {
 

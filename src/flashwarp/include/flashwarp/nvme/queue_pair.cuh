@@ -53,13 +53,6 @@ struct transport {
 };
 static_assert(sizeof(transport) == 48);
 
-// Part of a namespace that lies in several places of memory.
-struct mapped_part {
-  uint64_t end;   // the byte of the namespace behind its last
-  uint64_t base;  // device address of its first byte, less that byte's number in the namespace
-};
-static_assert(sizeof(mapped_part) == 16);
-
 struct alignas(128) queue_pair {
   // Fixed at open.
   command* sq;
@@ -77,9 +70,9 @@ struct alignas(128) queue_pair {
   // 1: while the path is kDirect, threads of the CPU device copy what is in the page cache without
   // commands, to frames or, around them, to callers (cache/read_around.cuh).
   uint32_t cached_reads;
-  // If not null: while the path is kInPlace, warps read the namespace here without commands, and
-  // `plain_reads` is 0. In the order of the namespace, which the last part ends.
-  const mapped_part* parts;
+  // If not null: while the path is kInPlace, warps read the namespace here, at device addresses,
+  // without commands, and `plain_reads` is 0.
+  const namespace_part* parts;
   uint64_t part_count;
   // For submitters: the next ticket. Free-running: entry = ticket mod depth, turn = ticket / depth.
   alignas(128) uint32_t ticket;
