@@ -35,7 +35,7 @@ nb::dict layouts() {
                data, plain_reads, parts, ticket, depth_log2, id, failed, drive, tail, head,
                doorbells, helps)
   FW_STRUCTURE("drive_addressing", nvme::drive_addressing, iova_offset, lists, page_bytes, nsid,
-               lba_shift)
+               lba_shift, extents, extent_count)
   FW_STRUCTURE("detached_command", nvme::detached_command)
   FW_STRUCTURE("counters", cache::counters, bytes_read, errors, tier_lines)
   FW_STRUCTURE("error_record", cache::error_record, indices)

@@ -201,6 +201,7 @@ void bind_vfio(nb::module_& m) {
           nb::arg("keeps") = nb::none(), nb::arg("rings_file") = kNoFile,
           // What holds the rings and the memory that commands name: the drive outlives no queue.
           nb::keep_alive<1, 6>())
+      .def("retire", &DriveQueues::retire, nb::arg("why"), WithoutGil())
       .def("set_failed_words", &DriveQueues::set_failed_words, nb::arg("addresses"))
       .def_prop_ro("lost", &DriveQueues::lost);
 }

@@ -382,8 +382,10 @@ void Drive::remove(const std::vector<QueuePairPlace>& pairs, DriveUser& user) no
   try {
     for (const QueuePairPlace& pair : pairs) delete_pair(pair, "Delete I/O Queue");
   } catch (const DriveError& error) {
-    // It may still write to their memory, which its user is about to unmap.
+    // It may still write: to their memory, which its user is about to unmap, and to its blocks.
     lose(error.what());
+    const std::lock_guard guard(admin_lock_);
+    if (lost_) quiet();
   }
 }
 
@@ -459,7 +461,8 @@ void Drive::reset(bool function) {
   watched_ = true;
 }
 
-// What the controller still does must not meet memory that is about to be unmapped.
+// What the controller still does must not meet memory that is about to be unmapped, nor blocks that
+// become another's.
 void Drive::quiet() noexcept {
   registers_->write(kConfiguration, 0);
   try {

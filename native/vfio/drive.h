@@ -77,7 +77,8 @@ class Drive {
 
   // Creates CQ and SQ of each pair, in this order; if one fails, deletes the others.
   void create(const std::vector<QueuePairPlace>& pairs, DriveUser& user);
-  // Deletes SQs and then CQs. The drive has aborted or completed every command by then, or is lost.
+  // Deletes SQs and then CQs. By then the drive has aborted or completed every command; or it is
+  // lost, and disabled.
   void remove(const std::vector<QueuePairPlace>& pairs, DriveUser& user) noexcept;
 
   // Why it completes nothing any more; empty while it does.

@@ -87,6 +87,15 @@ void DriveQueues::stop() {
   set_failed_words({});
 }
 
+void DriveQueues::retire(const std::string& why) {
+  const std::lock_guard guard(life_);
+  if (in_forked_child() || stopped_ || !serving()) return;
+  // CPU threads ring no doorbell any more; those of a GPU belong to queues that do not exist.
+  lease_->detach();
+  drive_->remove(places(), *this);
+  lose(why);
+}
+
 void DriveQueues::lose(const std::string& why) {
   lease_->detach();
   const std::lock_guard guard(loss_);

@@ -66,6 +66,10 @@ class DriveQueues final : public Controller, private DriveUser {
   void start() override;
   void stop() override;
   bool serving() const override { return serving_.load(std::memory_order_acquire); }
+  // Ends what the drive does for device code, before others may have the blocks: once this returns,
+  // no command is in flight, none is fetched any more, and all waits of CPU threads end. The memory
+  // stays mapped until `stop`. Blocks, for as long as the commands in flight take.
+  void retire(const std::string& why);
   int serve_some(uint32_t) override { return serving() ? 0 : -1; }
   ControllerProgress progress() const override { return {}; }
   // The drive keeps its own log, see Drive::error_log.

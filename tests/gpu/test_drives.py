@@ -23,12 +23,12 @@ from flashwarp.device import CudaDevice, resolve
 from flashwarp.device.memory import align_up
 from flashwarp.errors import DeviceError
 from flashwarp.nvme import gpu_mapping
-from flashwarp.nvme.queue_pair import DriveAddressingStruct, QueuePairs, QueuePairStruct
+from support.drive_terms import put_in_terms_of_a_drive
+from support.extents import check_arrays_by_extents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 _EXPORT_BYTES = 2 << 20
-_REGISTER = 1
 
 
 @pytest.fixture
@@ -36,20 +36,6 @@ def device() -> CudaDevice:
     found = resolve("cuda:0")
     assert isinstance(found, CudaDevice)
     return found
-
-
-def put_in_terms_of_a_drive(queues: QueuePairs) -> None:
-    """Let kernels ring registers, and address blocks and memory as for a drive."""
-    ((begin, _),) = queues.buffer_regions
-    place = DriveAddressingStruct(begin, 0, 0, 4096, 1, 9, 0)
-    memory = queues.device.allocate(ctypes.sizeof(place))
-    queues.device.upload(memory.address, bytes(place))
-    for i in range(queues.count):
-        at = queues.address + i * ctypes.sizeof(QueuePairStruct)
-        kind, drive = QueuePairStruct.doorbell_kind.offset, QueuePairStruct.drive.offset
-        queues.device.upload(at + kind, _REGISTER.to_bytes(4, "little"))
-        queues.device.upload(at + drive, memory.address.to_bytes(8, "little"))
-    queues.place_of_test = memory  # type: ignore[attr-defined]  # lives as long
 
 
 @pytest.mark.parametrize("line", [512, 4096, 8192])
@@ -71,6 +57,12 @@ def test_doorbells_rung_as_registers_are_served(tmp_path: Path, line: int) -> No
     np.testing.assert_array_equal(
         np.load(tmp_path / "rows.npy"), np.vstack([values[256:512], values[256:]])
     )
+
+
+@pytest.mark.parametrize("line", [512, 4096, 8192])
+@pytest.mark.parametrize("count", [1, 2, 1000])
+def test_kernels_look_extents_up(tmp_path: Path, line: int, count: int) -> None:
+    check_arrays_by_extents(tmp_path, "cuda:0", "bounce", line, count)
 
 
 def test_memory_is_exported_as_a_dma_buf(device: CudaDevice) -> None:

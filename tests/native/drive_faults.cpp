@@ -345,12 +345,13 @@ struct Rings {
       pairs.push_back({at, at + kPage, sq, cq, 16, lease->ids()[i]});
     }
     const auto data_begin = reinterpret_cast<uint64_t>(data_memory.address());
-    auto data = std::make_shared<DataRegion>(drive->function(), data_begin, 64 * kPage, 64 * kPage);
+    data = std::make_shared<DataRegion>(drive->function(), data_begin, 64 * kPage, 64 * kPage);
     queues = std::make_unique<DriveQueues>(lease, pairs, std::pair(begin, 4 * kPage), data);
     queues->set_failed_words({reinterpret_cast<uint64_t>(&failed)});
   }
   HostMemory memory, data_memory;
   std::shared_ptr<QueueLease> lease;
+  std::shared_ptr<DataRegion> data;
   std::unique_ptr<DriveQueues> queues;
   uint32_t failed = 0;
 };
@@ -494,6 +495,57 @@ void queues_that_cannot_be_made_or_deleted() {
   require(!drive->lost().empty(), "a queue that stays may write to memory: the drive is lost");
 }
 
+// Puts a write of one block of ones into the ring of the first pair, and rings for `tail` entries.
+void submit_write(const Rings& rings, uint32_t tail) {
+  const nvme::drive_addressing place = rings.data->addressing(1, 9);
+  const auto data = reinterpret_cast<uint64_t>(rings.data_memory.address());
+  std::memset(rings.data_memory.address(), 1, 512);
+  nvme::command entry = nvme::block_command(nvme::kWrite, uint16_t(tail - 1), 0, 1, data, 0);
+  nvme::address_for_drive(entry, place);
+  const QueuePairAddresses& pair = rings.queues->queue_pairs()[0];
+  reinterpret_cast<nvme::command*>(pair.sq)[tail - 1] = entry;
+  atomic::fence_system();
+  atomic::store_mmio(reinterpret_cast<uint32_t*>(pair.sq_doorbell), tail);
+}
+
+void blocks_that_become_anothers_are_left_first() {
+  for (bool fails : {false, true}) {
+    auto fake = std::make_shared<FakeFunction>();
+    auto drive = open(fake, 2000);
+    NamespaceStorage storage(drive, 1, drive->identify_namespace(1), true);
+    char byte = 7;
+    require(storage.write(0, &byte, 1, nullptr) == 0, "a write by the host");
+    Rings rings(drive), others(drive);
+    rings.queues->start();
+    others.queues->start();
+    fake->faults.silent_io = true;
+    submit_write(rings, 1);  // in flight
+    if (fails) fake->faults.fails_opcode = 0x00;
+    rings.queues->retire("the blocks are another's");
+    fake->faults.silent_io = false;
+    fake->faults.fails_opcode = -1;
+    require(__atomic_load_n(&rings.failed, __ATOMIC_RELAXED) != 0, "waits end");
+    require(rings.queues->lost() == "the blocks are another's", "it says why");
+    submit_write(rings, 2);  // a late one
+    if (fails) {
+      require(!drive->lost().empty(), "the drive may not have stopped");
+      require((fake->map_registers()->read(kConfiguration) & kEnable) == 0, "so it is disabled");
+      drive->reset(false);
+    } else {
+      require(drive->lost().empty() && others.queues->lost().empty(), "others go on");
+      submit_write(others, 1);
+    }
+    require(storage.read(0, &byte, 1, nullptr) == 0, "a read by the host");
+    for (int i = 0; i < 1000 && !fails && byte != 1; ++i) {
+      require(storage.read(0, &byte, 1, nullptr) == 0, "a read by the host");
+    }
+    require(byte == (fails ? 7 : 1), "only the others' write came");
+    rings.queues->retire("again");
+    rings.queues->stop();
+    rings.queues->retire("and again");
+  }
+}
+
 void threads_meet_a_reset() {
   auto fake = std::make_shared<FakeFunction>();
   auto drive = open(fake, 2000);
@@ -594,7 +646,7 @@ void addresses_are_given_once() {
 }
 
 void commands_are_put_in_the_drives_terms() {
-  const nvme::drive_addressing d = {0x10000, 0x500000, 0x900000, 4096, 3, 12, 0};
+  const nvme::drive_addressing d = {0x10000, 0x500000, 0x900000, 4096, 3, 12, 0, nullptr, 0};
   for (uint64_t bytes : {4096, 8192, 16384, 65536}) {
     for (uint64_t line = 0; line < 4; ++line) {
       const uint64_t address = d.begin + line * bytes;
@@ -612,6 +664,31 @@ void commands_are_put_in_the_drives_terms() {
   }
 }
 
+void extents_say_where_blocks_lie() {
+  // Three extents of 3, 1 and 4 blocks of 4 KiB; the second lies before the first.
+  const nvme::namespace_part extents[] = {
+      {3 * kPage, 100 * kPage}, {4 * kPage, (10 - 3) * kPage}, {8 * kPage, (1000 - 4) * kPage}};
+  const uint64_t places[] = {100, 101, 102, 10, 1000, 1001, 1002, 1003};
+  for (uint32_t shift : {9, 12}) {
+    const nvme::drive_addressing d = {0x10000, 0, 0, 4096, 1, shift, 0, extents, 3};
+    for (uint64_t block = 0; block < 8; ++block) {
+      for (uint64_t part = 0; part < (shift == 12 ? 1 : 8); ++part) {
+        nvme::command entry = nvme::block_command(nvme::kWrite, 0, block * 8 + part, 1, d.begin, 0);
+        nvme::address_for_drive(entry, d);
+        require(entry.cdw10 == (places[block] * kPage + part * 512) >> shift, "the extent's block");
+        require((entry.cdw12 & 0xFFFF) == 0, "one block");
+      }
+    }
+    require(nvme::byte_on_drive(d, 3 * kPage - 1) == 103 * kPage - 1, "the last byte of an extent");
+  }
+  // The places on a drive of 16 TiB fit, too.
+  const nvme::namespace_part far[] = {{kPage, uint64_t(1) << 44}};
+  const nvme::drive_addressing d = {0, 0, 0, 4096, 1, 9, 0, far, 1};
+  nvme::command entry = nvme::block_command(nvme::kRead, 0, 1, 1, 0, 0);
+  nvme::address_for_drive(entry, d);
+  require(entry.cdw10 == 1 && entry.cdw11 == 8, "64 bits");
+}
+
 void wild_bytes_decode_to_something() {
   std::vector<std::byte> page(4096, std::byte(0xFF));
   const DataPage data(page);
@@ -627,12 +704,14 @@ void wild_bytes_decode_to_something() {
 int main() {
   addresses_are_given_once();
   commands_are_put_in_the_drives_terms();
+  extents_say_where_blocks_lie();
   wild_bytes_decode_to_something();
   data_passes_and_ends_orderly();
   faults_at_the_begin_are_told();
   losses_end_waits_and_a_reset_recovers();
   commands_that_never_end_are_aborted();
   queues_that_cannot_be_made_or_deleted();
+  blocks_that_become_anothers_are_left_first();
   threads_meet_a_reset();
   memory_of_a_gpu_is_reached_by_its_file();
   std::printf("a drive that misbehaves, met\n");

@@ -22,7 +22,9 @@ from flashwarp import _native
 from flashwarp.config import flag, integer
 from flashwarp.errors import ArgumentError, LockedError, PathError, ReadOnlyError, StorageError
 from flashwarp.file.block_map import BLOCK_BYTES, STALE, BlockMap
+from flashwarp.nvme.drive_extents import DriveExtents, OnDrive
 from flashwarp.nvme.drive_namespace import DriveNamespace
+from flashwarp.nvme.queue_pair import NamespacePart
 from flashwarp.storage import BlockDevice, Passthrough, Storage, files
 from flashwarp.storage.lease import Lease
 
@@ -34,7 +36,7 @@ _BREAK_TIME = Path("/proc/sys/fs/lease-break-time")
 _BREAK_TIME_DEFAULT_S = 45
 
 
-class MappedFile(Storage):
+class MappedFile(Storage, OnDrive):
     """A file as the blocks that it has on its device, past the file system.
 
     Parameters
@@ -73,6 +75,10 @@ class MappedFile(Storage):
     cached and not flushed is lost then.
 
     Removing or renaming the file changes nothing: it keeps its blocks until this is closed.
+
+    With a `DriveNamespace`, an array may have the `VfioController` itself as its controller. Then
+    its kernels look the extents up in device memory, and drive the drive. If another process wants
+    the file, the drive first ends their commands, and fetches no more of them.
 
     Examples
     --------
@@ -114,13 +120,18 @@ class MappedFile(Storage):
             device, used = _device_of(self.block_map, namespace, writable)
             if device is not namespace:
                 undo.callback(device.close)
+            extents = used.extents_of(offset, nbytes)
             try:
-                native = _native.MappedStorage(
-                    device.native, used.extents_of(offset, nbytes), nbytes, writable, name
-                )
+                native = _native.MappedStorage(device.native, extents, nbytes, writable, name)
             except ValueError as error:
                 raise ArgumentError(f"{name}: {error}") from error
-            lease.watch(functools.partial(_leave, native), _nothing)
+            if isinstance(device, DriveNamespace):
+                parts = [
+                    NamespacePart(e.logical + e.nbytes, (e.physical - e.logical) % (1 << 64))
+                    for e in extents
+                ]
+                self.drive_extents = DriveExtents(device, parts, name)
+            lease.watch(functools.partial(_leave, native, self.drive_extents, name), _nothing)
             self._owned = undo.pop_all()
         super().__init__(native)
         self._file = name
@@ -138,9 +149,7 @@ class MappedFile(Storage):
     def check_unchanged(self) -> None:
         """Raise StorageError when another process wanted the file."""
         if self.stale:
-            raise StorageError(
-                STALE, "stale block map: another process wanted the file; open it again", self._file
-            )
+            raise _stale(self._file)
 
     def describe(self) -> dict[str, Any]:
         """Return facts for people: file system, device, extents, lease."""
@@ -154,7 +163,7 @@ class MappedFile(Storage):
         super()._let_go()
         try:
             if native is not None:
-                _leave(native)
+                _leave(native, self.drive_extents, self._file)
         finally:
             self._owned.close()
 
@@ -193,9 +202,19 @@ def _lease(path: str, writable: bool) -> Lease:
         raise files.path_error(error, path, writable=False) from error
 
 
-def _leave(native: _native.MappedStorage) -> bool:
+def _stale(path: str) -> StorageError:
+    return StorageError(
+        STALE, "stale block map: another process wanted the file; open it again", path
+    )
+
+
+def _leave(native: _native.MappedStorage, extents: DriveExtents | None, path: str) -> bool:
     """End all transfers before the file's next user begins; return that there may have been any."""
-    native.revoke(_limit_ms())
+    try:
+        if extents is not None:
+            extents.end(functools.partial(_stale, path))
+    finally:
+        native.revoke(_limit_ms())
     return True
 
 

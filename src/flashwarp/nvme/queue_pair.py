@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from flashwarp import _native
 from flashwarp.device import Device
-from flashwarp.device.memory import align_up
+from flashwarp.device.memory import DeviceMemory, align_up
 from flashwarp.endings import NotCopied
 from flashwarp.nvme.batches import Batches
 
@@ -105,6 +105,7 @@ class DriveAddressingStruct(ctypes.Structure):
     _fields_ = (
         *u64("begin", "iova_offset", "lists"),
         *u32("page_bytes", "nsid", "lba_shift", "reserved"),
+        *u64("extents", "extent_count"),
     )
 
 
@@ -249,6 +250,7 @@ class QueuePairs(NotCopied):
         drive_place = pairs_bytes + len(parts) * _PART.size
         drive_bytes = 0 if drive is None else ctypes.sizeof(DriveAddressingStruct)
         self._memory = device.allocate(drive_place + drive_bytes)
+        self._extents: DeviceMemory | None = None
         self._epoch = self._own_epoch = Epoch(device) if leased else None
         # The lease's keeper may come while the structs move into a table.
         self._lock = threading.Lock()
@@ -308,8 +310,22 @@ class QueuePairs(NotCopied):
             device.upload(self.address + pairs_bytes, NamespacePart.table(parts))
         self._drive_place = self.address + drive_place
 
-    def address_for_drive(self, addressing: DriveAddressingStruct) -> None:
-        """Tell kernels how the drive names blocks and memory; before any kernel has run."""
+    def address_for_drive(
+        self, addressing: DriveAddressingStruct, extents: Sequence[NamespacePart] = ()
+    ) -> None:
+        """Tell kernels how the drive names blocks and memory; once, before any kernel has run.
+
+        Parameters
+        ----------
+        addressing : DriveAddressingStruct
+        extents : sequence of NamespacePart
+            Where the namespace's bytes lie on the drive. Default: where they count.
+        """
+        if extents:
+            table = NamespacePart.table(extents)
+            self._extents = self.device.allocate(len(table))
+            self.device.upload(self._extents.address, table)
+            addressing.extents, addressing.extent_count = self._extents.address, len(extents)
         self.device.upload(self._drive_place, bytes(addressing))
 
     def move_to(self, address: int, epoch: Epoch | None) -> None:
@@ -362,7 +378,14 @@ class QueuePairs(NotCopied):
     @property
     def owners(self) -> tuple[object, ...]:
         """What holds the memory; see `DeviceMemory.owners`."""
-        parts = (self._rings, self._memory, self._buffers, self._own_epoch, self.batches)
+        parts = (
+            self._rings,
+            self._memory,
+            self._buffers,
+            self._extents,
+            self._own_epoch,
+            self.batches,
+        )
         return tuple(owner for part in parts if part is not None for owner in part.owners)
 
     @property
@@ -387,6 +410,8 @@ class QueuePairs(NotCopied):
         self._rings.close()
         if self._buffers is not None:
             self._buffers.close()
+        if self._extents is not None:
+            self._extents.close()
         if self._own_epoch is not None:
             self._own_epoch.close()
         if self.batches is not None:

@@ -25,9 +25,11 @@ from flashwarp.errors import (
     ClosedError,
     ControllerLost,
     DeviceError,
+    FlashwarpError,
     LockedError,
 )
 from flashwarp.nvme import Controller, Destination, Service, binding, gpu_mapping
+from flashwarp.nvme.drive_extents import DriveExtents, on_drive
 from flashwarp.nvme.drive_namespace import DriveNamespace, drive_errors
 from flashwarp.nvme.queue_pair import DriveAddressingStruct, DriveSide, QueuePairs
 from flashwarp.storage import Namespace
@@ -238,14 +240,20 @@ class VfioController(Controller, endings.Closing):
                 self.native.reset(function)
 
     def attach(self, storage: Namespace, destination: Destination) -> VfioService:
-        """Create queue pairs in the drive for one of its namespaces; see `Controller.attach`."""
-        if not isinstance(storage, DriveNamespace) or storage.drive is not self._native:
+        """Create queue pairs in the drive for one of its namespaces, or for a file on it.
+
+        A file is a `MappedFile` by a namespace of this controller; its extents then lie in device
+        memory, and kernels look them up. See `Controller.attach`.
+        """
+        extents = on_drive(storage)
+        if extents is None or extents.namespace.drive is not self._native:
             raise ArgumentError(
                 f"{storage!r} is no namespace of {self!r}: give it {self.bdf}'s own, "
-                "controller.namespace(1), or a ControllerGroup of the members' controllers"
+                "controller.namespace(1), a MappedFile by it, or a ControllerGroup of the members' "
+                "controllers"
             )
         with self._lock:  # so that no reset of the function comes in between
-            service = VfioService(storage, destination, self)
+            service = VfioService(storage, extents, destination, self)
             self._services.add(service)
         return service
 
@@ -296,7 +304,9 @@ class VfioService(Service):
 
     Parameters
     ----------
-    storage : DriveNamespace
+    storage : Namespace
+    extents : DriveExtents
+        Where it lies on the drive.
     destination : Destination
     controller : VfioController
     """
@@ -305,16 +315,24 @@ class VfioService(Service):
     reason = "the drive moves data into the frames itself, which are mapped for it"
 
     def __init__(
-        self, storage: DriveNamespace, destination: Destination, controller: VfioController
+        self,
+        storage: Namespace,
+        extents: DriveExtents,
+        destination: Destination,
+        controller: VfioController,
     ) -> None:
         self._storage = storage
+        self._extents = extents
         self._controller = controller
         self._native: _native.DriveQueues | None = None
         self._queues: QueuePairs | None = None
         self._owned = contextlib.ExitStack()
-        shift = storage.block_bytes.bit_length() - 1
+        namespace = extents.namespace
+        shift = namespace.block_bytes.bit_length() - 1
         drive, line = controller.native, destination.line_bytes
-        _check_destination(storage, destination, drive.transfer_bytes_max(shift))
+        extents.check_line(line)
+        extents.check_end(storage.nbytes, storage.writable)
+        _check_transfer(line, drive.transfer_bytes_max(shift), controller.bdf)
         count, depth = self._geometry()
         device = self.device = destination.device
         gpu = device if isinstance(device, CudaDevice) else None
@@ -345,8 +363,10 @@ class VfioService(Service):
                 if data is None:
                     (buffers,) = queues.buffer_regions
                     data = _native.DriveData(drive, buffers, line)
-                names = data.addressing(storage.nsid, shift)
-                queues.address_for_drive(DriveAddressingStruct.from_buffer_copy(names))
+                names = data.addressing(namespace.nsid, shift)
+                queues.address_for_drive(
+                    DriveAddressingStruct.from_buffer_copy(names), extents.parts
+                )
                 with self._rings_file(queues, gpu) as rings_file:
                     native = self._native = _native.DriveQueues(
                         lease,
@@ -356,13 +376,15 @@ class VfioService(Service):
                         (*destination.owners, *queues.owners),
                         rings_file,
                     )
-                self._owned.callback(native.stop)
                 del data  # its mapping ends with the queues
-                if gpu is None:
-                    # The host can store to them while kernels run.
-                    queues.moved = lambda: native.set_failed_words(queues.failed_words)
-                    queues.moved()
-                native.start()
+                with extents.using(self._retire) as ended:
+                    self._owned.callback(ended)
+                    self._owned.callback(native.stop)
+                    if gpu is None:
+                        # The host can store to them while kernels run.
+                        queues.moved = lambda: native.set_failed_words(queues.failed_words)
+                        queues.moved()
+                    native.start()
         except BaseException:
             self._owned.close()
             raise
@@ -433,13 +455,21 @@ class VfioService(Service):
         """Return []: a failed command has its status, and the drive its own log."""
         return []
 
-    def failure(self) -> ControllerLost | None:
+    def _retire(self) -> None:
+        """End all commands: the blocks may become another file's."""
+        if self._native is not None:
+            with drive_errors(self._controller.bdf):
+                self._native.retire(str(self._extents.ended))
+
+    def failure(self) -> FlashwarpError | None:
         """Return why no command completes any more."""
+        if (ended := self._extents.ended) is not None:
+            return ended
         lost = "" if self._native is None else self._native.lost
         return _lost_error(lost) if lost else None
 
     def wake(self) -> None:
-        """Raise ControllerLost if the drive is lost."""
+        """Raise ControllerLost if the drive is lost, StorageError if a file's map is stale."""
         failure = self.failure()
         if failure is not None:
             raise failure
@@ -496,19 +526,11 @@ def _by_iommufd(found: binding.PciController, asked: str | None) -> bool:
     return bool(found.cdev) and all(os.access(path, os.R_OK | os.W_OK) for path in files)
 
 
-def _check_destination(
-    storage: DriveNamespace, destination: Destination, transfer_bytes_max: int
-) -> None:
-    line = destination.line_bytes
-    if line < storage.block_bytes:
+def _check_transfer(line: int, most: int, bdf: str) -> None:
+    if line > most:
         raise ArgumentError(
-            f"line={line}, but the blocks of {storage!r} have {storage.block_bytes} bytes: take "
-            f"line={storage.block_bytes} or more"
-        )
-    if line > transfer_bytes_max:
-        raise ArgumentError(
-            f"line={line}, but {storage.bdf} moves at most {transfer_bytes_max} bytes in a command "
-            f"(MDTS): take line={transfer_bytes_max} or less"
+            f"line={line}, but {bdf} moves at most {most} bytes in a command (MDTS): take "
+            f"line={most} or less"
         )
 
 

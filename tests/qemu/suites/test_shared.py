@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -339,6 +340,169 @@ def test_killed_driver_leaves_the_file_whole_and_free(path: Path, device: Path) 
         fw.MappedFile(path, again.namespace(1)) as storage,
     ):
         assert storage.read(0, MIB) == b"\5" * MIB
+
+
+# Kernels that drive the second controller: they look the extents up themselves.
+
+
+LINES = ("512", "4 KiB", "16 KiB")
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("data_path", ["direct", "bounce"])
+def test_kernels_read_and_write_by_the_extents(
+    path: Path, device: Path, line: str, data_path: Any
+) -> None:
+    content = bytearray(fragmented(path, 2 * MIB))
+    chooser = np.random.default_rng(11)
+    settings = {"data_path": data_path, "allow_raw_writes": True}
+    with (
+        drive(OURS, queue_pairs=2, depth=16, **settings) as controller,
+        by_blocks(path, controller.namespace(1)) as storage,
+        fw.open(
+            storage, "r+", "u1", device="cpu", cache="128 KiB", line=line, controller=controller
+        ) as x,
+    ):
+        assert x.explain().path == data_path
+        assert bytes(x[:]) == content
+        for turn in range(8):
+            begin, end = sorted(int(n) for n in chooser.integers(0, 2 * MIB, 2))
+            part = random_content(end - begin, turn)
+            content[begin:end] = part
+            x[begin:end] = np.frombuffer(part, "u1")
+        x.flush()
+        assert x.controller.queues.counters().commands > 2 * MIB // (1 << 14)
+        # By the host's own commands, through the same extents.
+        assert storage.read(0, len(content)) == content
+
+    assert dump(path) == content
+
+
+def test_kernels_of_an_array_with_a_header_read_by_the_extents(
+    path: Path, controller: fw.VfioController
+) -> None:
+    values = np.random.default_rng(3).integers(0, 1 << 30, (999, 77), np.int32)
+    numbers = path.with_suffix(".npy")
+    np.save(numbers, values)
+    with numbers.open("rb") as file:
+        np.lib.format.read_magic(file)
+        np.lib.format.read_array_header_1_0(file)
+        header = file.tell()
+    try:
+        with (
+            fw.MappedFile(numbers, controller.namespace(1)) as storage,
+            fw.open(storage, dtype="u1", device="cpu", controller=controller) as x,
+        ):
+            assert x[header:].tobytes() == values.tobytes()
+    finally:
+        numbers.unlink()
+
+
+def test_lines_longer_than_extents_are_refused_and_the_longest_is_named(
+    path: Path, controller: fw.VfioController
+) -> None:
+    content = random_content(2 * MIB)
+    with path.open("wb") as file:
+        file.write(content[:MIB] + bytes(4096) + content[MIB:])
+        os.fsync(file.fileno())
+    call("fallocate", "--collapse-range", f"--offset={MIB}", "--length=4096", path)
+    call("fallocate", "--collapse-range", "--offset=8192", "--length=4096", path)
+    assert len(fw.BlockMap.of(path).extents) == 3
+    settings: dict[str, Any] = {"device": "cpu", "controller": controller}
+    with fw.MappedFile(path, controller.namespace(1)) as storage:
+        with pytest.raises(ArgumentError, match="take line=4096 or less"):
+            fw.open(storage, dtype="u1", line="8 KiB", **settings)
+        with fw.open(storage, dtype="u1", line="4 KiB", **settings) as x:
+            assert bytes(x[:]) == content[:8192] + content[12288:]
+
+
+def test_last_block_in_part_is_read_and_not_written(
+    path: Path, controller: fw.VfioController
+) -> None:
+    content = random_content(MIB - 100)
+    path.write_bytes(content)
+    settings: dict[str, Any] = {"device": "cpu", "controller": controller}
+    with (
+        fw.MappedFile(path, controller.namespace(1)) as storage,
+        fw.open(storage, dtype="u1", **settings) as x,
+    ):
+        assert bytes(x[:]) == content
+    with (
+        by_blocks(path, controller.namespace(1)) as storage,
+        pytest.raises(ArgumentError, match="no multiple of the drive's blocks of 512"),
+    ):
+        fw.open(storage, "r+", "u1", **settings)
+    with (
+        by_blocks(path, controller.namespace(1), nbytes=MIB - 512) as storage,
+        fw.open(storage, "r+", "u1", **settings) as x,
+    ):
+        x[-3:] = 0
+
+    assert dump(path) == content[: MIB - 515] + bytes(3) + content[MIB - 512 :]
+
+
+@pytest.mark.parametrize("data_path", ["direct", "bounce"])
+def test_kernels_that_write_are_stopped_before_the_blocks_are_freed(
+    path: Path, device: Path, data_path: Any
+) -> None:
+    """A file that is cut, under kernels that write it as fast as they can, frees its blocks."""
+    path.write_bytes(bytes(MIB))
+    ones = np.ones(MIB // 2, "u1")
+    failures: list[BaseException] = []
+
+    def write_until_it_fails(x: fw.Array) -> None:
+        try:
+            for turn in range(100_000):
+                begin = turn % 2 * (MIB // 2)
+                x[begin : begin + MIB // 2] = ones
+        except BaseException as error:
+            failures.append(error)
+
+    settings = {"data_path": data_path, "allow_raw_writes": True}
+    with (
+        drive(OURS, queue_pairs=2, depth=16, **settings) as controller,
+        by_blocks(path, controller.namespace(1)) as storage,
+    ):
+        x = fw.open(storage, "r+", "u1", device="cpu", cache="64 KiB", controller=controller)
+        other = fw.open(controller.namespace(2), dtype="u1", device="cpu", controller=controller)
+        writer = threading.Thread(target=write_until_it_fails, args=(x,))
+        writer.start()
+        while x.controller.queues.counters().commands < 200:
+            time.sleep(0.01)
+
+        script = (
+            "import os, sys, time; t = time.monotonic(); os.truncate(sys.argv[1], 0); "
+            "print(time.monotonic() - t)"
+        )
+        waited_s = float(call(sys.executable, "-c", script, path))
+        late = x.controller.queues.counters().commands
+        content = random_content(MIB)
+        heir = path.with_name("heir")
+        heir.write_bytes(content)
+        os.sync()
+        writer.join(60)
+
+        assert not writer.is_alive()
+        assert waited_s < 20
+        assert late > 0
+        assert [type(error) for error in failures] == [StorageError], failures
+        assert "stale block map" in str(failures[0])
+        with pytest.raises(StorageError, match="stale block map"):
+            x.gather([0])
+        with pytest.raises(StorageError, match="stale block map"):
+            x.close()
+        with pytest.raises(StorageError, match="stale block map"):
+            fw.open(storage, dtype="u1", device="cpu", controller=controller)
+        # Other arrays of the controller go on.
+        assert len(bytes(other[:8192])) == 8192
+        other.close()
+    assert dump(heir) == content
+    with (
+        drive(OURS, allow_raw_writes=True) as again,
+        fw.MappedFile(heir, again.namespace(1)) as storage,
+    ):
+        assert storage.read(0, MIB) == content
+    heir.unlink()
 
 
 # By Linux's own controller, and what is refused.

@@ -7,6 +7,9 @@ and its registers are QEMU's.
 
 from __future__ import annotations
 
+import errno
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -15,10 +18,13 @@ pytest.importorskip("cuda.bindings.driver")
 import flashwarp as fw
 from flashwarp import _native
 from flashwarp.device import CudaDevice
-from flashwarp.errors import ArgumentError, DataPathError, DeviceError
+from flashwarp.errors import ArgumentError, DataPathError, DeviceError, StorageError
 from flashwarp.nvme import Destination
+from flashwarp.nvme.drive_extents import DriveExtents, OnDrive
+from flashwarp.nvme.drive_namespace import DriveNamespace
+from flashwarp.nvme.queue_pair import NamespacePart
 from flashwarp.nvme.vfio import VfioService
-from flashwarp.storage import Storage
+from flashwarp.storage import Namespace, Storage
 from qemu.machine import COMPILED
 from qemu.suites.commands import CommandsParams, load_kernel, words_of
 from qemu.suites.drives import drive
@@ -31,10 +37,11 @@ MACHINE = FAULTS
 
 BLOCK_BYTES = 4096
 BLOCKS_LOG2 = 8
+NBYTES = BLOCK_BYTES << BLOCKS_LOG2
 WINDOW = 24
 
 
-def read_and_write(service: VfioService, namespace: Storage, commands: int) -> None:
+def read_and_write(service: VfioService, namespace: Storage | Rotated, commands: int) -> None:
     """Send commands as a kernel would, a third of them writes; every block is what it must be."""
     queues = service.queues
     ((buffers, _),) = queues.buffer_regions
@@ -88,6 +95,46 @@ def queue_pairs_of_a_gpu_move_data_through_buffers() -> None:
     assert fake().fake_live_allocations() == before
 
 
+class Rotated(Namespace, OnDrive):
+    """The namespace as a file whose blocks lie elsewhere: the second half comes first."""
+
+    def __init__(self, namespace: DriveNamespace) -> None:
+        super().__init__(NBYTES)
+        half = NBYTES // 2
+        parts = (NamespacePart(half, half), NamespacePart(NBYTES, (-half) % (1 << 64)))
+        self.drive_extents: DriveExtents = DriveExtents(namespace, parts, "rotated")
+        self._on_drive = namespace
+
+    def write(self, offset: int, data: Any) -> None:
+        content = memoryview(data).cast("B")
+        assert (offset, len(content)) == (0, NBYTES)
+        self._on_drive.write(0, bytes(content[NBYTES // 2 :]) + bytes(content[: NBYTES // 2]))
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        assert (offset, nbytes) == (0, NBYTES)
+        content = self._on_drive.read(0, NBYTES)
+        return content[NBYTES // 2 :] + content[: NBYTES // 2]
+
+
+def queue_pairs_of_a_gpu_look_extents_up() -> None:
+    device = CudaDevice(0)
+    before = fake().fake_live_allocations()
+    frames = device.allocate(64 * BLOCK_BYTES)
+    destination = Destination(device, BLOCK_BYTES, (frames.address, frames.nbytes))
+    settings = {"queue_pairs": 2, "depth": 16, "allow_raw_writes": True}
+    with drive(0, **settings) as controller, controller.namespace(GOOD) as namespace:
+        rotated = Rotated(namespace)
+        service = controller.attach(rotated, destination)
+        read_and_write(service, rotated, 2000)
+        rotated.drive_extents.end(lambda: StorageError(errno.EREMCHG, "stale block map"))
+        with pytest.raises(StorageError, match="stale block map"):
+            service.wake()
+        service.stop()
+        assert namespace.read(0, 1), "the host's own queues go on"
+    frames.close()
+    assert fake().fake_live_allocations() == before
+
+
 def arrays_of_a_gpu_say_how_data_goes() -> None:
     device = gpu()
     with drive(0, queue_pairs=2) as controller, controller.namespace(GOOD) as namespace:
@@ -127,6 +174,7 @@ def refused_pieces_are_named_and_give_all_back() -> None:
 def check_all() -> None:
     """In one process: to import CUDA takes an emulated processor half a minute."""
     queue_pairs_of_a_gpu_move_data_through_buffers()
+    queue_pairs_of_a_gpu_look_extents_up()
     refused_pieces_are_named_and_give_all_back()
     arrays_of_a_gpu_say_how_data_goes()  # leaves a compiler that compiles nothing
 
