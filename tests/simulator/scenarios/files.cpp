@@ -212,8 +212,8 @@ class Records {
   std::vector<uint8_t> versions_;  // what each record holds; 0: nobody knows
 };
 
-// Threads write lines of their own around the cache, which nobody else uses: they are in the storage
-// when the write returns, and in no frame.
+// Threads write lines of their own around the cache, which nobody else uses: they are in the
+// storage when the write returns, and in no frame.
 class Passed {
  public:
   static constexpr uint32_t kEach = 2;  // lines of each thread

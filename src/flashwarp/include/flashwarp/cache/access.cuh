@@ -229,9 +229,8 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t 
         out = base::opaque(&defer_misses<Policy, Op, Misses>)(c, v, mask, missing, line, whole,
                                                               cold, events, rest, late);
       } else {
-        out =
-            base::opaque(&serve_misses<Policy, Op, Misses::kPasses>)(c, v, mask, missing, line,
-                                                                     whole, cold, events);
+        out = base::opaque(&serve_misses<Policy, Op, Misses::kPasses>)(c, v, mask, missing, line,
+                                                                       whole, cold, events);
       }
       op = cold;
       count.add(events);

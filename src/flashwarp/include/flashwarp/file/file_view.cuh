@@ -242,7 +242,8 @@ FW_DEVICE int64_t write_file(const file& f, uint32_t mask, const void* from, uin
   if (nbytes <= 0) return nbytes;
   span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), from), rank, ranks);
   if (move_all_resident<true>(f, mask, s)) return nbytes;
-  const uint32_t got = base::opaque(&move_shared<true, Misses>)(f.bytes.cache, f.bytes.volume, mask, s);
+  const uint32_t got =
+      base::opaque(&move_shared<true, Misses>)(f.bytes.cache, f.bytes.volume, mask, s);
   return file_result(got, uint64_t(nbytes));
 }
 
