@@ -170,10 +170,11 @@ class _Files:
         """Bytes that are written once beside a working set that fills the cache."""
         whole = nbytes // piece * piece
         line = min(piece, 65536)
-        kept = max(nbytes // 16, 1 << 22) // line * line
-        memory = fw.storage.Memory(np.zeros(whole + kept, np.uint8))
+        room = max(nbytes // 16, 1 << 22)
+        memory = fw.storage.Memory(np.zeros(whole + room, np.uint8))
         left: dict[str, float] = {}
-        with self._opened(memory, kept, _kib(line)) as x, KernelFile(x) as f:
+        with self._opened(memory, room, _kib(line)) as x, KernelFile(x) as f:
+            kept = x.cache.set_count * x.cache.ways * line
             working_set = slice(whole, whole + kept)
 
             def beside(kernel: str) -> float:
