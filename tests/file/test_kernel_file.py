@@ -21,8 +21,9 @@ KERNELS = Path(__file__).parents[1] / "support" / "file_kernels.cu"
 REQUEST = np.dtype(
     [("offset", "u8"), ("nbytes", "u8"), ("buffer", "u8"), ("got", "i8"), ("at", "u8")]
 )
-READ, WRITE, APPEND, SYNC, READ_AROUND = range(5)
+READ, WRITE, APPEND, SYNC, READ_AROUND, WRITE_AROUND = range(6)
 READS = (READ, READ_AROUND)
+WRITES = (WRITE, WRITE_AROUND)
 CALLERS = ("by_threads", "by_warps", "by_blocks")
 BYTES = 100_000
 BEYOND = 2**63 - 1
@@ -172,9 +173,11 @@ def test_reads_around_the_cache_evict_nothing(
         assert x.stats.misses == after.misses
 
 
+@pytest.mark.parametrize("what", WRITES)
 @pytest.mark.parametrize("caller", CALLERS)
 def test_writes_arrive_and_move_the_end(
     caller: str,
+    what: int,
     program: fw.Program,
     device: Device,
     tmp_path: Path,
@@ -184,24 +187,139 @@ def test_writes_arrive_and_move_the_end(
     # Pieces of 997 bytes beside each other, so neighbours share lines.
     pieces = [(begin, min(997, 70_000 - begin)) for begin in range(0, 70_000, 997)]
     with array_of(tmp_path / "f", device) as x, KernelFile(x, size=100) as f:
-        ended, _ = call(program, caller, f, WRITE, pieces, content[:70_000].copy())
+        ended, _ = call(program, caller, f, what, pieces, content[:70_000].copy())
         assert ended["got"].tolist() == [size for _, size in pieces]
         assert f.size == 70_000
         x.flush()
     np.testing.assert_array_equal(np.fromfile(tmp_path / "f", np.uint8)[:70_000], content[:70_000])
 
 
+@pytest.mark.parametrize("what", WRITES)
 @pytest.mark.parametrize("caller", CALLERS)
 def test_writes_that_do_not_fit_write_nothing(
-    caller: str, program: fw.Program, device: Device, tmp_path: Path
+    caller: str, what: int, program: fw.Program, device: Device, tmp_path: Path
 ) -> None:
     np.zeros(BYTES, np.uint8).tofile(tmp_path / "f")
     wanted = [(BYTES - 10, 11), (BYTES + 1, 0), (BEYOND, 5), (BYTES, 0)]
     with array_of(tmp_path / "f", device) as x, KernelFile(x, size=5) as f:
-        ended, _ = call(program, caller, f, WRITE, wanted, np.ones(BYTES, np.uint8))
+        ended, _ = call(program, caller, f, what, wanted, np.ones(BYTES, np.uint8))
         assert ended["got"].tolist() == [-errno.ENOSPC, -errno.ENOSPC, -errno.EINVAL, 0]
         assert f.size == 5
     assert not np.fromfile(tmp_path / "f", np.uint8).any()
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("path", [None, "bounce"])
+def test_writes_around_the_cache_are_seen_and_are_in_the_storage(
+    caller: str,
+    path: Any,
+    program: fw.Program,
+    device: Device,
+    tmp_path: Path,
+    content: npt.NDArray[np.uint8],
+) -> None:
+    content.tofile(tmp_path / "f")
+    now = content.copy()
+    controller = fw.SoftwareController(data_path=path)
+    with array_of(tmp_path / "f", device, controller=controller) as x, KernelFile(x) as f:
+        for seed in range(3):
+            # No line of the file is in the cache.
+            x.flush()
+            x.drop_cache()
+            begin = 20_000 * seed + 77
+            now[begin : begin + 50_000] += 1
+            data = now[begin : begin + 50_000].copy()
+            ended, _ = call(program, caller, f, WRITE_AROUND, [(begin, 50_000)], data)
+            assert ended["got"].tolist() == [50_000]
+            np.testing.assert_array_equal(np.fromfile(tmp_path / "f", np.uint8), now)
+            for what in READS:
+                pieces = random_pieces(seed)
+                _, got = call(program, caller, f, what, pieces)
+                whole = np.concatenate([now[b : b + n] for b, n in pieces])
+                np.testing.assert_array_equal(got, whole)
+        np.testing.assert_array_equal(x[:], now)
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_a_write_around_the_cache_stores_to_lines_that_are_there(
+    caller: str, program: fw.Program, device: Device, tmp_path: Path
+) -> None:
+    np.zeros(BYTES, np.uint8).tofile(tmp_path / "f")
+    with array_of(tmp_path / "f", device) as x, KernelFile(x) as f:
+        x[4096] = 1
+        before = x.stats
+        call(program, caller, f, WRITE_AROUND, [(4097, 10)], np.full(10, 2, np.uint8))
+        assert x.stats.write_backs == before.write_backs
+        assert x.stats.evictions == before.evictions
+        assert x[4095:4108].tolist() == [0, 1, *[2] * 10, 0]
+        x.flush()
+    stored = np.fromfile(tmp_path / "f", np.uint8)
+    assert stored[4095:4108].tolist() == [0, 1, *[2] * 10, 0]
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("what", WRITES)
+@pytest.mark.parametrize("ways", [4, 16])
+def test_writes_around_the_cache_evict_one_line_of_a_set(
+    ways: int, what: int, caller: str, program: fw.Program, device: Device, tmp_path: Path
+) -> None:
+    rounds = 10
+    with (
+        fw.Cache("256 KiB", line=4096, ways=ways, device=device) as cache,
+        fw.create(tmp_path / "f.npy", np.uint8, (2_000_000,), cache=cache) as x,
+        KernelFile(x) as f,
+    ):
+        lines = cache.set_count * ways
+        working_set = [(4096 * k, 4096) for k in range(lines)]
+        call(program, caller, f, READ, working_set)
+        before = x.stats
+        assert before.evictions == 0
+        # Many times the cache, one call after another.
+        for k in range(rounds):
+            wanted = [(lines * 4096 + k * BYTES, BYTES)]
+            ended, _ = call(program, caller, f, what, wanted, np.full(BYTES, k, np.uint8))
+            assert ended["got"].tolist() == [BYTES]
+        written = x.stats
+        call(program, caller, f, READ, working_set)
+        lost = x.stats.misses - written.misses
+        if what == WRITE:
+            assert lost == lines
+        else:
+            # Lanes of a warp take turns in a set. Warps of a block do not; on the CPU it has one.
+            one = caller != "by_blocks" or isinstance(device, fw.CpuDevice)
+            evicted = written.evictions - before.evictions
+            assert 0 < evicted <= cache.set_count * (1 if one else ways)
+            # They come back to the frames that are empty.
+            assert lost == evicted
+
+
+def test_a_write_around_the_cache_that_fails_loses_nothing(
+    program: fw.Program, device: Device, tmp_path: Path, content: npt.NDArray[np.uint8]
+) -> None:
+    content.tofile(tmp_path / "f")
+    storage = Faulty(fw.storage.File(tmp_path / "f", writable=True), "write eio n=1")
+    results = device.allocate(REQUEST.itemsize)
+    data = device.allocate(8192)
+    with (
+        fw.open(
+            storage, dtype=np.uint8, mode="r+", device=device, cache="64 KiB", line="4 KiB"
+        ) as x,
+        KernelFile(x) as f,
+    ):
+        device.upload(data.address, np.full(8192, 9, np.uint8))
+        device.upload(results.address, np.array([(40_960, 4096, 0, 0, 0)], REQUEST).view(np.uint8))
+        program["by_warps"](f, results, 1, data, WRITE_AROUND)
+        with pytest.raises(StorageError):
+            x.synchronize()
+        ended = np.frombuffer(device.download(results.address, REQUEST.itemsize), REQUEST)
+        assert ended["got"].tolist() == [-errno.EIO]
+        # The line is dirty, and the next write-back succeeds.
+        assert (x[40_960:45_056] == 9).all()
+        x.flush()
+    stored = np.fromfile(tmp_path / "f", np.uint8)
+    assert (stored[40_960:45_056] == 9).all()
+    np.testing.assert_array_equal(stored[:40_960], content[:40_960])
+    np.testing.assert_array_equal(stored[45_056:], content[45_056:])
 
 
 @pytest.mark.parametrize("caller", CALLERS)
@@ -262,7 +380,7 @@ def test_a_file_that_is_read_only_refuses_writes(
 ) -> None:
     content.tofile(tmp_path / "f")
     with array_of(tmp_path / "f", device, "r") as x, KernelFile(x) as f:
-        for what in (WRITE, APPEND):
+        for what in (*WRITES, APPEND):
             ended, _ = call(program, caller, f, what, [(0, 5)], np.ones(5, np.uint8))
             assert ended["got"].tolist() == [-errno.EBADF]
 

@@ -574,6 +574,9 @@ def call_all(file: Any, buffer: Any, found: Any) -> None:
     found[12] = file.read_around(buffer, 0, 60)
     found[13] = file.warp_read_around(buffer, 1000, 5000)
     found[14] = file.block_read_around(buffer, 5000, 1)
+    found[15] = file.write_around(buffer, 3, 20)
+    found[16] = file.warp_write_around(buffer, 600, 20)
+    found[17] = file.block_write_around(buffer, 1990, 20)
 
 
 def file_of(path: Path, device: fw.CpuDevice, mode: Any = "r+", **options: Any) -> fw.File:
@@ -603,14 +606,14 @@ def test_files_are_read_and_appended_to(tmp_path: Path, device: fw.CpuDevice) ->
 
 def test_every_call_of_files(tmp_path: Path, device: fw.CpuDevice) -> None:
     (tmp_path / "f").write_bytes(bytes(100))
-    found = np.zeros(15, np.int64)
+    found = np.zeros(18, np.int64)
     buffer = np.arange(500, dtype=np.int32)
     with file_of(tmp_path / "f", device, capacity=2000) as file:
         host_numba.run(call_all, file, buffer, found)
         assert file.size == 1036
     einval, enospc = -22, -28
     assert found[:12].tolist() == [100, 2000, 20, 20, 1020, 1028, 36, 0, 100, 1036, enospc, einval]
-    assert found[12:].tolist() == [60, 36, 0]
+    assert found[12:].tolist() == [60, 36, 0, 20, 20, enospc]
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])

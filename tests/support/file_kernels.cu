@@ -10,7 +10,7 @@ struct request {
   uint64_t at;
 };
 
-enum call : uint32_t { kRead, kWrite, kAppend, kSync, kReadAround };
+enum call : uint32_t { kRead, kWrite, kAppend, kSync, kReadAround, kWriteAround };
 
 // One thread for each request.
 FW_KERNEL by_threads(fw::file f, request* requests, uint64_t count, char* buffer, uint32_t what) {
@@ -21,6 +21,7 @@ FW_KERNEL by_threads(fw::file f, request* requests, uint64_t count, char* buffer
     if (what == kRead) r.got = fw::read(f, to, r.offset, r.nbytes);
     if (what == kReadAround) r.got = fw::read_around(f, to, r.offset, r.nbytes);
     if (what == kWrite) r.got = fw::write(f, to, r.offset, r.nbytes);
+    if (what == kWriteAround) r.got = fw::write_around(f, to, r.offset, r.nbytes);
     if (what == kAppend) r.got = fw::append(f, to, r.nbytes, &r.at);
   }
 }
@@ -34,6 +35,7 @@ FW_KERNEL by_warps(fw::file f, request* requests, uint64_t count, char* buffer, 
     if (what == kRead) got = fw::warp::read(f, to, r.offset, r.nbytes);
     if (what == kReadAround) got = fw::warp::read_around(f, to, r.offset, r.nbytes);
     if (what == kWrite) got = fw::warp::write(f, to, r.offset, r.nbytes);
+    if (what == kWriteAround) got = fw::warp::write_around(f, to, r.offset, r.nbytes);
     if (what == kAppend) got = fw::warp::append(f, to, r.nbytes, &at);
     if (what == kSync) got = fw::warp::sync(f, r.offset, r.nbytes);
     if (fw::warp::lane() == 0) requests[k].got = got, requests[k].at = at;
@@ -50,6 +52,7 @@ FW_KERNEL by_blocks(fw::file f, request* requests, uint64_t count, char* buffer,
     if (what == kRead) got = fw::block::read(f, to, r.offset, r.nbytes);
     if (what == kReadAround) got = fw::block::read_around(f, to, r.offset, r.nbytes);
     if (what == kWrite) got = fw::block::write(f, to, r.offset, r.nbytes);
+    if (what == kWriteAround) got = fw::block::write_around(f, to, r.offset, r.nbytes);
     if (what == kAppend) got = fw::block::append(f, to, r.nbytes, &at);
     if (what == kSync) got = fw::block::sync(f, r.offset, r.nbytes);
     if (fw::block::warp_rank() == 0 && fw::warp::lane() == 0) {

@@ -48,7 +48,7 @@ def link_headers(device: fw.CpuDevice) -> None:
         llvm.add_symbol(name, int(address))
 
 
-_FILE_VERBS = ("read", "read_around", "write", "append")
+_FILE_VERBS = ("read", "read_around", "write", "write_around", "append")
 
 
 def _declared() -> str:

@@ -102,6 +102,15 @@ FW_KERNEL write_file(const FW_GRID_CONSTANT fw::file f, const char* buffers, uin
   }
 }
 
+FW_KERNEL write_file_around(const FW_GRID_CONSTANT fw::file f, const char* buffers, uint64_t piece,
+                            uint64_t pieces, uint64_t* wrong) {
+  const char* own = buffers + fw::warp::index() * piece;
+  for (uint64_t k = fw::warp::index(); k < pieces; k += fw::warp::count()) {
+    const bool whole = fw::warp::write_around(f, own, k * piece, piece) == int64_t(piece);
+    if (!whole && fw::warp::lane() == 0) fw::atomic::add(wrong, uint64_t(1));
+  }
+}
+
 FW_KERNEL write_memory(uint64_t address, const char* buffers, uint64_t piece, uint64_t pieces,
                        uint64_t* wrong) {
   const char* own = buffers + fw::warp::index() * piece;

@@ -31,7 +31,7 @@ from flashwarp.probe.timing import device_seconds, in_turns, median_of, wall_sec
 
 __all__ = ["run"]
 
-_PARTS = ("resident", "writes", "missing", "rings", "disk")
+_PARTS = ("resident", "writes", "around", "missing", "rings", "disk")
 _PREFETCH = 8
 _LINE = 4096
 # Of each warp on each level of the disk: at 100 us each, a twentieth of a second.
@@ -84,6 +84,7 @@ def run(
             steps += [
                 (f"resident, {text}", partial(bench.resident, data, piece, counts)),
                 (f"writes, {text}", partial(bench.written, data.nbytes, piece, max(counts))),
+                (f"around, {text}", partial(bench.around, data.nbytes, piece, max(counts))),
                 (f"missing, {text}", partial(bench.missing, data, piece, max(counts))),
             ]
         steps.append(("rings", lambda: bench.rings(data, max(counts))))
@@ -164,6 +165,51 @@ class _Files:
         self._add(f"{loop}, {name}", whole, found["plain"])
         target = _OF_LOOP.get(piece, 0.0)
         self._add(f"writes, resident, {name}", whole, found["ours"], loop, found["plain"], target)
+
+    def around(self, nbytes: int, piece: int, warps: int) -> None:
+        """Bytes that are written once beside a working set that fills the cache."""
+        whole = nbytes // piece * piece
+        line = min(piece, 65536)
+        room = max(nbytes // 16, 1 << 22)
+        memory = fw.storage.Memory(np.zeros(whole + room, np.uint8))
+        left: dict[str, float] = {}
+        with self._opened(memory, room, _kib(line)) as x, KernelFile(x) as f:
+            kept = x.cache.set_count * x.cache.ways * line
+            working_set = slice(whole, whole + kept)
+
+            def beside(kernel: str) -> float:
+                x.flush()
+                x.drop_cache()
+                x.prefetch(working_set)
+                seconds = self._launch(kernel, f, piece, whole, warps)
+                # What a prefetch now misses has lost its frame.
+                x.flush()
+                before = x.stats.misses
+                x.prefetch(working_set)
+                left[kernel] = 100 - 100 * (x.stats.misses - before) * line / kept
+                return seconds
+
+            ways: dict[str, Callable[[], float]] = {
+                "through": partial(beside, "write_file"),
+                "ours": partial(beside, "write_file_around"),
+            }
+            address = x.in_place
+            if address is not None:
+                ways["plain"] = lambda: self._launch("write_memory", address, piece, whole, warps)
+            found = self._turns(ways)
+        name = f"beside a working set, {_kib(piece)}, {warps} warps"
+        loop = "a copy loop to the host's memory"
+        if address is not None:
+            self._add(f"{loop}, {name}", whole, found["plain"])
+        other = loop if address is not None else ""
+        self._add(f"writes {name}", whole, found["through"], other, found.get("plain", 0.0))
+        self._add(f"writes around the cache, {name}", whole, found["ours"], other,
+                  found.get("plain", 0.0))  # fmt: skip
+        self._report.add(
+            Row(f"of the working set left by writes around the cache, {name}",
+                left["write_file_around"], "%", "writes through it", left["write_file"], 0.0,
+                found["ours"] > 0, footprint=whole)
+        )  # fmt: skip
 
     def missing(self, data: np.ndarray[Any, Any], piece: int, warps: int) -> None:
         """Bytes in pinned host memory, beside a copy loop over it; prefetch off and on."""

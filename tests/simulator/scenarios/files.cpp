@@ -111,7 +111,7 @@ class Records {
  public:
   static constexpr uint32_t kCount = 3;  // of each warp
 
-  // `around`: of a hundred reads, how many go around the cache.
+  // `around`: of a hundred reads, or writes, how many go around the cache.
   Records(Machine& machine, uint64_t seed, uint32_t warps, uint32_t nbytes, uint32_t ahead,
           uint32_t around = 0)
       : machine_(machine),
@@ -140,7 +140,7 @@ class Records {
         if (t.lane == 0) std::fill(buffer.begin(), buffer.end(), value);
         fw::warp::sync(fw::warp::kFullMask);
         scheduler.current()->doing = "write";
-        const int64_t got = fw::warp::write(file_, buffer.data(), at, nbytes_);
+        const int64_t got = write(random, buffer.data(), at);
         accept(got);
         if (t.lane == 0) versions_[record] = got == int64_t(nbytes_) ? value : 0;
         fw::warp::sync(fw::warp::kFullMask);
@@ -176,6 +176,14 @@ class Records {
     return fw::warp::read(file_, to, at, nbytes_);
   }
 
+  int64_t write(Random& random, const void* from, uint64_t at) {
+    if (around_ != 0 && random.chance(around_)) {
+      scheduler.current()->doing = "write around the cache";
+      return fw::warp::write_around(file_, from, at, nbytes_);
+    }
+    return fw::warp::write(file_, from, at, nbytes_);
+  }
+
   void accept(int64_t got) {
     const bool failed = got == fw::kFileIo || got == fw::kFileTimedOut;
     if (got == int64_t(nbytes_) || (failed && machine_.faulty())) return;
@@ -202,6 +210,65 @@ class Records {
   fw::file file_ = {};
   std::vector<std::vector<uint8_t>> buffers_;
   std::vector<uint8_t> versions_;  // what each record holds; 0: nobody knows
+};
+
+// Threads write lines of their own around the cache, which nobody else uses: they are in the
+// storage when the write returns, and in no frame.
+class Passed {
+ public:
+  static constexpr uint32_t kEach = 2;  // lines of each thread
+
+  Passed(Machine& machine, uint32_t threads)
+      : state_(machine.allocate<fw::file_state>(1, "file state", Sharing::kAtomic)),
+        machine_(machine),
+        threads_(threads) {
+    state_->size = machine.array<uint8_t>().length;
+    file_ = {machine.array<uint8_t>(), state_, fw::kFileRead | fw::kFileWrite, 0, 0};
+  }
+
+  void work(Thread& t, uint32_t steps) {
+    const uint64_t own = uint64_t(t.index) * kEach * kLineBytes;
+    const uint64_t others = uint64_t(threads_) * kEach * kLineBytes;
+    uint8_t buffer[kEach * kLineBytes];
+    for (uint32_t n = 0; n < steps; ++n) {
+      // Whole lines and parts of them.
+      const uint32_t skip = t.random.chance(50) ? 0 : t.random.below(kLineBytes);
+      const uint32_t nbytes = kEach * kLineBytes - skip;
+      const uint8_t value = uint8_t(1 + t.random.below(255));
+      std::fill_n(buffer, nbytes, value);
+      scheduler.current()->doing = "write around the cache";
+      const int64_t got = fw::write_around(file_, buffer, own + skip, nbytes);
+      if (got != int64_t(nbytes)) scheduler.fail("a call on a file returns " + std::to_string(got));
+      look(own + skip, nbytes, value);
+      // Lines that take the frames of the set.
+      scheduler.current()->doing = "read";
+      uint8_t byte = 0;
+      const uint32_t rest = uint32_t(file_.capacity() - others);
+      if (fw::read(file_, &byte, others + t.random.below(rest), 1) != 1) {
+        scheduler.fail("a read fails without a fault");
+      }
+    }
+  }
+
+ private:
+  void look(uint64_t begin, uint32_t nbytes, uint8_t value) {
+    const fw::array<uint8_t>& bytes = file_.bytes;
+    for (uint32_t k = 0; k < nbytes; ++k) {
+      if (uint8_t(*machine_.stored(0, begin + k)) != value) {
+        scheduler.fail("a write around the cache leaves bytes in it");
+      }
+    }
+    for (uint64_t at = begin; at < begin + nbytes; at += kLineBytes) {
+      if (fw::cache::probe(bytes.geometry, bytes.line_begin + at / kLineBytes).found) {
+        scheduler.fail("a write around the cache leaves its line in a frame");
+      }
+    }
+  }
+
+  fw::file_state* state_;
+  Machine& machine_;
+  const uint32_t threads_;
+  fw::file file_ = {};
 };
 
 }  // namespace
@@ -272,6 +339,52 @@ FW_SCENARIO(loads_around, "threads load around the cache what others store, load
     }
   });
   for (auto& data : volumes) data->check();
+  machine.settle();
+}
+
+FW_SCENARIO(stores_around, "threads store around the cache what others store, load and evict") {
+  Shape shape = Shape::draw(run.random);
+  shape.streamed = true;
+  if (run.random.chance(20)) draw_faults(run);
+  Machine machine(run, shape);
+  std::vector<std::unique_ptr<Elements<>>> volumes;
+  for (uint32_t v = 0; v < shape.volumes; ++v) {
+    volumes.push_back(std::make_unique<Elements<>>(machine, v));
+  }
+  // The volume has its whole length, so that no write moves the end.
+  auto* state = machine.allocate<fw::file_state>(1, "file state", Sharing::kAtomic);
+  state->size = uint64_t(1) << 40;
+  const uint32_t operations = kWidth == 1 ? 3 + run.random.below(5) : 1 + run.random.below(4);
+  machine.launch([&](Thread& t) {
+    for (uint32_t n = 0; n < operations; ++n) {
+      const uint32_t v = t.random.below(shape.volumes);
+      Elements<>& data = *volumes[v];
+      const uint32_t i = data.pick(t.random);
+      const uint32_t dice = t.random.below(100);
+      if (dice < 45) {
+        store_around(machine, data, i, *state, v);
+      } else if (dice < 60) {
+        data.store(i);
+      } else if (dice < 80) {
+        load_around(machine, data, i, v);
+      } else {
+        data.load(i);
+      }
+    }
+  });
+  for (auto& data : volumes) data->check();
+  machine.settle();
+}
+
+FW_SCENARIO(files_passed, "threads write lines around the cache, beside loads of other lines") {
+  Shape shape = Shape::draw(run.random);
+  shape.volumes = 1;
+  const uint32_t threads = shape.warps * kWidth;
+  shape.lines = std::max(shape.lines, Passed::kEach * threads + 3);
+  Machine machine(run, shape);
+  Passed passed(machine, threads);
+  const uint32_t steps = 2 + run.random.below(3);
+  machine.launch([&](Thread& t) { passed.work(t, steps); });
   machine.settle();
 }
 

@@ -15,22 +15,26 @@ FW_DEVICE int64_t place_of(int64_t got, uint64_t at) { return got < 0 ? got : in
 
 }  // namespace fw::c_abi
 
-#define FW_FILE_FUNCTIONS(PREFIX, SCOPE)                                                        \
-  FW_DEVICE_C int64_t fw_##PREFIX##read(const void* f, void* to, uint64_t offset, uint64_t n) { \
-    return SCOPE::read(fw::c_abi::file_at(f), to, offset, n);                                   \
-  }                                                                                             \
-  FW_DEVICE_C int64_t fw_##PREFIX##read_around(const void* f, void* to, uint64_t offset,        \
-                                               uint64_t n) {                                    \
-    return SCOPE::read_around(fw::c_abi::file_at(f), to, offset, n);                            \
-  }                                                                                             \
-  FW_DEVICE_C int64_t fw_##PREFIX##write(const void* f, const void* from, uint64_t offset,      \
-                                         uint64_t n) {                                          \
-    return SCOPE::write(fw::c_abi::file_at(f), from, offset, n);                                \
-  }                                                                                             \
-  FW_DEVICE_C int64_t fw_##PREFIX##append(const void* f, const void* from, uint64_t n) {        \
-    uint64_t at = 0;                                                                            \
-    const int64_t got = SCOPE::append(fw::c_abi::file_at(f), from, n, &at);                     \
-    return fw::c_abi::place_of(got, at);                                                        \
+#define FW_FILE_FUNCTIONS(PREFIX, SCOPE)                                                          \
+  FW_DEVICE_C int64_t fw_##PREFIX##read(const void* f, void* to, uint64_t offset, uint64_t n) {   \
+    return SCOPE::read(fw::c_abi::file_at(f), to, offset, n);                                     \
+  }                                                                                               \
+  FW_DEVICE_C int64_t fw_##PREFIX##read_around(const void* f, void* to, uint64_t offset,          \
+                                               uint64_t n) {                                      \
+    return SCOPE::read_around(fw::c_abi::file_at(f), to, offset, n);                              \
+  }                                                                                               \
+  FW_DEVICE_C int64_t fw_##PREFIX##write(const void* f, const void* from, uint64_t offset,        \
+                                         uint64_t n) {                                            \
+    return SCOPE::write(fw::c_abi::file_at(f), from, offset, n);                                  \
+  }                                                                                               \
+  FW_DEVICE_C int64_t fw_##PREFIX##write_around(const void* f, const void* from, uint64_t offset, \
+                                                uint64_t n) {                                     \
+    return SCOPE::write_around(fw::c_abi::file_at(f), from, offset, n);                           \
+  }                                                                                               \
+  FW_DEVICE_C int64_t fw_##PREFIX##append(const void* f, const void* from, uint64_t n) {          \
+    uint64_t at = 0;                                                                              \
+    const int64_t got = SCOPE::append(fw::c_abi::file_at(f), from, n, &at);                       \
+    return fw::c_abi::place_of(got, at);                                                          \
   }
 
 FW_FILE_FUNCTIONS(file_, fw)

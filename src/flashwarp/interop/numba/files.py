@@ -180,7 +180,8 @@ def _methods() -> dict[str, Any]:
     for scope in ("", "warp_", "block_"):
         for verb in ("read", "read_around"):
             ways[f"{scope}{verb}"] = _typed_transfer(f"{scope}{verb}", stores=False)
-        ways[f"{scope}write"] = _typed_transfer(f"{scope}write", stores=True)
+        for verb in ("write", "write_around"):
+            ways[f"{scope}{verb}"] = _typed_transfer(f"{scope}{verb}", stores=True)
         ways[f"{scope}append"] = _typed_append(f"{scope}append")
         if scope:
             ways[f"{scope}sync"] = _typed_sync(f"{scope}sync")

@@ -33,10 +33,10 @@ FW_DEVICE uint32_t status_of_all(uint32_t mask, uint32_t status) {
 // Moves a span that was dealt to the lanes of `mask`. All of them call together, with the mask by
 // which it was dealt: if the warp came here in two parts with masks of their own, lanes would
 // return before others had moved their shares.
-template <bool kToFrame>
+template <bool kToFrame, typename Misses = cache::fetch_misses>
 FW_DEVICE_NOINLINE uint32_t move_shared(cache::line_cache* c, cache::volume* v, uint32_t mask,
                                         const span& s) {
-  return status_of_all(mask, move_span<kToFrame>(c, v, mask, s, lines::kAll));
+  return status_of_all(mask, move_span<kToFrame, Misses>(c, v, mask, s, lines::kAll));
 }
 
 // The common part of warp:: and block::.

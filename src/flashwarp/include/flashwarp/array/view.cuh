@@ -303,7 +303,7 @@ FW_DEVICE bool is_meant(const cache::line_cache& c, const cache::volume& v, cons
 
 // Moves each lane's lines. All lanes of `mask`, which is active_on(v), call together. Returns the
 // lane's first failure.
-template <bool kToFrame>
+template <bool kToFrame, typename Misses = cache::fetch_misses>
 FW_DEVICE_NOINLINE uint32_t move_span(cache::line_cache* c, cache::volume* v, uint32_t mask,
                                       const span& s, lines which) {
   const cache::geometry& g = c->geometry;
@@ -324,7 +324,8 @@ FW_DEVICE_NOINLINE uint32_t move_span(cache::line_cache* c, cache::volume* v, ui
     copy_piece<kToFrame> op = piece_of<kToFrame>(g, s, at.line, wants);
     const uint64_t global = v->line_begin + at.line;
     const bool whole = wants && op.bytes == cache::bytes_of_line(*c, *v, global);
-    const uint32_t got = cache::access<policy>(g, *c, *v, mask, wants, global, whole, op, count);
+    const uint32_t got =
+        cache::access<policy>(g, *c, *v, mask, wants, global, whole, op, count, Misses());
     if (wants && status == nvme::kSuccess) status = got;
     at.line += s.stride;
   }
@@ -334,9 +335,9 @@ FW_DEVICE_NOINLINE uint32_t move_span(cache::line_cache* c, cache::volume* v, ui
 }
 
 // Moves one thread's span: an element that straddles lines, or whose size is no power of two.
-template <bool kToFrame>
+template <bool kToFrame, typename Misses = cache::fetch_misses>
 FW_DEVICE_NOINLINE uint32_t move_own(cache::line_cache* c, cache::volume* v, const span& s) {
-  return move_span<kToFrame>(c, v, active_on(v), s, lines::kAll);
+  return move_span<kToFrame, Misses>(c, v, active_on(v), s, lines::kAll);
 }
 
 // The bytes of `from`, cut or filled up with zeros.

@@ -51,9 +51,27 @@ struct miss_outcome {
   uint32_t status;
 };
 
+// Writes back the lines of `members`, which this warp has filled and stored to, and empties their
+// frames. The lines are WRITING since they were published. Returns the lane's status. A line that
+// others have stored to or have pinned meanwhile stays, and so does one that could not be written:
+// it is dirty then, as after any write-back.
+FW_DEVICE uint32_t pass_lines(line_cache& c, const volume& v, uint32_t mask, uint32_t members,
+                              const transfer& t, uint64_t busy_word) {
+  const uint32_t status = write_back(c, v, mask, members, t, false);
+  if (((members >> warp::lane()) & 1) != 0 && status == nvme::kSuccess) {
+    const uint64_t mine = tag::identity_of(tag::filled(busy_word, false));
+    update(
+        &c.geometry.tags[t.way],
+        [=](uint64_t w) { return tag::identity_of(w) == mine && tag::is_replaceable(w); },
+        [](uint64_t w) { return tag::emptied(w); });
+  }
+  return status;
+}
+
 // Handles the lanes of `missing`. One leader for each line claims a frame and fills it. The lanes
-// that want this line are served from it before it is published.
-template <typename Policy, typename Op>
+// that want this line are served from it before it is published. If `kPasses`, the line only passes
+// through its frame: it is in the storage when this returns, and the frame is empty.
+template <typename Policy, typename Op, bool kPasses = false>
 FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t mask,
                                              uint32_t missing, uint64_t line, bool whole, Op& op,
                                              tally& count) {
@@ -92,19 +110,27 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t 
   // Each lane gets its leader's frame and status.
   const bool led = misses && ((claims >> leader) & 1) != 0;
   const uint64_t way = warp::take(mask, mine.way, leader);
-  const uint32_t outcome = warp::take(mask, status, leader);
+  uint32_t outcome = warp::take(mask, status, leader);
   const uint32_t members = warp::ballot(mask, led && outcome == nvme::kSuccess);
   if (members != 0) op.visit(mask, members, reinterpret_cast<uint64_t>(frame_of(g, way)));
   warp::sync(mask);
   if (claimed) {
     if (status == nvme::kSuccess) {
-      publish_fill(c, mine.way, mine.word, Op::kStores);
+      publish_fill(c, mine.way, mine.word, Op::kStores, kPasses);
     } else {
       // On the direct path a command that has not come back may still write the frame, so the frame
       // stays BUSY.
       const bool outstanding = status == nvme::kTimedOut && v.path == nvme::kDirect;
       if (!outstanding) abandon_fill(c, mine.way, mine.word);
       record_error(v, status, nvme::kRead, line);
+    }
+  }
+  if constexpr (kPasses) {
+    const uint32_t passing = warp::ballot(mask, claimed && status == nvme::kSuccess);
+    if (passing != 0) {
+      const uint32_t got = pass_lines(c, v, mask, passing, {line, mine.way}, mine.word);
+      if ((passing >> lane) & 1) status = got;
+      outcome = warp::take(mask, status, leader);
     }
   }
 
@@ -139,8 +165,14 @@ inline constexpr uint32_t kDeferred = 1u << 31;
 // What `access` does for lanes whose line is not resident: fetch it, and wait.
 struct fetch_misses {
   static constexpr bool kDefers = false;
+  static constexpr bool kPasses = false;
   FW_DEVICE static constexpr bool allowed() { return false; }
   FW_DEVICE static constexpr bool defer(uint32_t) { return false; }
+};
+
+// What it does for a store that leaves the line in the storage and no frame to it.
+struct pass_misses : fetch_misses {
+  static constexpr bool kPasses = true;
 };
 
 // `serve_misses`, if `misses` does not take the lanes of `rest`. One call for both, so that the
@@ -197,8 +229,8 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t 
         out = base::opaque(&defer_misses<Policy, Op, Misses>)(c, v, mask, missing, line, whole,
                                                               cold, events, rest, late);
       } else {
-        out =
-            base::opaque(&serve_misses<Policy, Op>)(c, v, mask, missing, line, whole, cold, events);
+        out = base::opaque(&serve_misses<Policy, Op, Misses::kPasses>)(c, v, mask, missing, line,
+                                                                       whole, cold, events);
       }
       op = cold;
       count.add(events);

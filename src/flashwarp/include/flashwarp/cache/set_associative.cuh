@@ -405,8 +405,11 @@ FW_DEVICE void open_sets(uint32_t mask, const claim& mine) {
 }
 
 // End a fill. Release: the data, stored by lanes that this lane has synchronised with, comes first.
-FW_DEVICE void publish_fill(line_cache& c, uint64_t way, uint64_t busy_word, bool dirty) {
-  atomic::store_release(&c.geometry.tags[way], tag::filled(busy_word, dirty));
+// `writing` says that the caller writes the line back at once.
+FW_DEVICE void publish_fill(line_cache& c, uint64_t way, uint64_t busy_word, bool dirty,
+                            bool writing = false) {
+  const uint64_t state = writing ? tag::kWriting : 0;
+  atomic::store_release(&c.geometry.tags[way], tag::filled(busy_word, dirty && !writing) | state);
 }
 FW_DEVICE void abandon_fill(line_cache& c, uint64_t way, uint64_t busy_word) {
   atomic::store_release(&c.geometry.tags[way], tag::emptied(busy_word));

@@ -10,6 +10,11 @@
 // cache/read_absent.cuh). It also sees every write that finished before it. Beside a write to the
 // same bytes it may return parts of both. For files that are read once, beside what stays cached.
 //
+// `write_around` is a write whose lines are in the storage when it returns, but those that were in
+// the cache: they are written there, and are dirty. An absent line passes through one frame of its
+// set, which is empty afterwards (`pass_lines` in cache/access.cuh). So writes that follow each
+// other take no second frame of a set, however long the file is. A partial line is read first.
+//
 // A write may go past the end, as far as the file's capacity: the file then ends behind it. Bytes
 // of the capacity that nobody has written are zeros. `append` takes its place at the end with one
 // atomic operation, so parallel appends do not overlap; a reader that wants their bytes has to be
@@ -231,12 +236,14 @@ FW_DEVICE int64_t read_file_around(const file& f, uint32_t mask, void* to, uint6
 }
 
 // As read_file, for a write. The end of the file stays where it is.
+template <typename Misses = cache::fetch_misses>
 FW_DEVICE int64_t write_file(const file& f, uint32_t mask, const void* from, uint64_t offset,
                              int64_t nbytes, uint32_t rank, uint32_t ranks) {
   if (nbytes <= 0) return nbytes;
   span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), from), rank, ranks);
   if (move_all_resident<true>(f, mask, s)) return nbytes;
-  const uint32_t got = base::opaque(&move_shared<true>)(f.bytes.cache, f.bytes.volume, mask, s);
+  const uint32_t got =
+      base::opaque(&move_shared<true, Misses>)(f.bytes.cache, f.bytes.volume, mask, s);
   return file_result(got, uint64_t(nbytes));
 }
 
@@ -246,6 +253,27 @@ FW_DEVICE int64_t end_write(const file& f, uint32_t mask, uint64_t size, uint64_
                             int64_t got) {
   if (got > 0 && warp::rank_in(mask) == 0) extend_to(f, size, offset + uint64_t(got));
   return got;
+}
+
+// A write by one thread.
+template <typename Misses>
+FW_DEVICE int64_t write_own(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
+  const int64_t n = writable(f, offset, nbytes);
+  if (n <= 0) return n;
+  const span s = f.bytes.span_of(offset, uint64_t(n), from);
+  const uint32_t got = base::opaque(&move_own<true, Misses>)(f.bytes.cache, f.bytes.volume, s);
+  if (got == nvme::kSuccess) extend_to(f, f.size(), offset + uint64_t(n));
+  return file_result(got, uint64_t(n));
+}
+
+// A write by the lanes of a warp.
+template <typename Misses>
+FW_DEVICE int64_t write_by_warp(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
+  const uint32_t mask = active_on(f.bytes.volume);
+  const int64_t n = writable(f, offset, nbytes);
+  const uint64_t size = f.size();
+  const int64_t got = write_file<Misses>(f, mask, from, offset, n, 0, 1);
+  return end_write(f, mask, size, offset, got);
 }
 
 // The answer of one lane for all: another lane may see another size.
@@ -258,6 +286,18 @@ FW_DEVICE int64_t common(int64_t got) {
   const bool late = block::any(got == kFileTimedOut);
   const bool failed = block::any(got == kFileIo);
   return late ? int64_t(kFileTimedOut) : failed ? int64_t(kFileIo) : got;
+}
+
+// A write by the threads of a block.
+template <typename Misses>
+FW_DEVICE int64_t write_by_block(const file& f, const void* from, uint64_t offset,
+                                 uint64_t nbytes) {
+  block::sync();
+  const int64_t n = writable(f, offset, nbytes);
+  const uint64_t size = f.size();
+  const int64_t got = common(write_file<Misses>(f, warp::kFullMask, from, offset, n,
+                                                block::warp_rank(), block::warp_count()));
+  return end_write(f, warp::kFullMask, size, offset, got);
 }
 
 // Writes the dirty lines of a span back that was dealt to the lanes of `mask`, and makes all that
@@ -308,12 +348,12 @@ FW_DEVICE int64_t read_around(const file& f, void* to, uint64_t offset, uint64_t
 
 // Writes `from` to [offset, offset + nbytes), by one thread. Durable after a sync.
 FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
-  const int64_t n = detail::writable(f, offset, nbytes);
-  if (n <= 0) return n;
-  const detail::span s = f.bytes.span_of(offset, uint64_t(n), from);
-  const uint32_t got = base::opaque(&detail::move_own<true>)(f.bytes.cache, f.bytes.volume, s);
-  if (got == nvme::kSuccess) detail::extend_to(f, f.size(), offset + uint64_t(n));
-  return detail::file_result(got, uint64_t(n));
+  return detail::write_own<cache::fetch_misses>(f, from, offset, nbytes);
+}
+
+// As write, around the cache.
+FW_DEVICE int64_t write_around(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
+  return detail::write_own<cache::pass_misses>(f, from, offset, nbytes);
 }
 
 // Writes `from` behind the end of the file, by one thread. If `at` is given, it becomes the offset
@@ -340,11 +380,11 @@ FW_DEVICE int64_t read_around(const file& f, void* to, uint64_t offset, uint64_t
 }
 
 FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
-  const uint32_t mask = detail::active_on(f.bytes.volume);
-  const int64_t n = detail::writable(f, offset, nbytes);
-  const uint64_t size = f.size();
-  const int64_t got = detail::write_file(f, mask, from, offset, n, 0, 1);
-  return detail::end_write(f, mask, size, offset, got);
+  return detail::write_by_warp<cache::fetch_misses>(f, from, offset, nbytes);
+}
+
+FW_DEVICE int64_t write_around(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
+  return detail::write_by_warp<cache::pass_misses>(f, from, offset, nbytes);
 }
 
 FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint64_t* at = nullptr) {
@@ -383,12 +423,11 @@ FW_DEVICE int64_t read_around(const file& f, void* to, uint64_t offset, uint64_t
 }
 
 FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
-  sync();
-  const int64_t n = detail::writable(f, offset, nbytes);
-  const uint64_t size = f.size();
-  const int64_t got = detail::common(
-      detail::write_file(f, warp::kFullMask, from, offset, n, warp_rank(), warp_count()));
-  return detail::end_write(f, warp::kFullMask, size, offset, got);
+  return detail::write_by_block<cache::fetch_misses>(f, from, offset, nbytes);
+}
+
+FW_DEVICE int64_t write_around(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
+  return detail::write_by_block<cache::pass_misses>(f, from, offset, nbytes);
 }
 
 FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint64_t* at = nullptr) {
