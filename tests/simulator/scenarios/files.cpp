@@ -226,9 +226,9 @@ class Passed {
     file_ = {machine.array<uint8_t>(), state_, fw::kFileRead | fw::kFileWrite, 0, 0};
   }
 
-  void work(Thread& t, uint32_t steps) {
+  // With `beside`, reads other lines as well.
+  void work(Thread& t, uint32_t steps, bool beside) {
     const uint64_t own = uint64_t(t.index) * kEach * kLineBytes;
-    const uint64_t others = uint64_t(threads_) * kEach * kLineBytes;
     uint8_t buffer[kEach * kLineBytes];
     for (uint32_t n = 0; n < steps; ++n) {
       // Whole lines and parts of them.
@@ -240,17 +240,38 @@ class Passed {
       const int64_t got = fw::write_around(file_, buffer, own + skip, nbytes);
       if (got != int64_t(nbytes)) scheduler.fail("a call on a file returns " + std::to_string(got));
       look(own + skip, nbytes, value);
+      if (!beside) continue;
       // Lines that take the frames of the set.
       scheduler.current()->doing = "read";
       uint8_t byte = 0;
-      const uint32_t rest = uint32_t(file_.capacity() - others);
-      if (fw::read(file_, &byte, others + t.random.below(rest), 1) != 1) {
+      const uint32_t rest = uint32_t(file_.capacity() - others());
+      if (fw::read(file_, &byte, others() + t.random.below(rest), 1) != 1) {
         scheduler.fail("a read fails without a fault");
       }
     }
   }
 
+  // Reads all other lines, to fill the cache with them.
+  void read_others() {
+    uint8_t byte = 0;
+    for (uint64_t at = others(); at < file_.capacity(); at += kLineBytes) {
+      if (fw::read(file_, &byte, at, 1) != 1) scheduler.fail("a read fails without a fault");
+    }
+  }
+
+  // How many of the other lines are in the cache.
+  uint32_t resident() const {
+    const fw::array<uint8_t>& bytes = file_.bytes;
+    uint32_t count = 0;
+    for (uint64_t at = others(); at < file_.capacity(); at += kLineBytes) {
+      count += fw::cache::probe(bytes.geometry, bytes.line_begin + at / kLineBytes).found;
+    }
+    return count;
+  }
+
  private:
+  uint64_t others() const { return uint64_t(threads_) * kEach * kLineBytes; }
+
   void look(uint64_t begin, uint32_t nbytes, uint8_t value) {
     const fw::array<uint8_t>& bytes = file_.bytes;
     for (uint32_t k = 0; k < nbytes; ++k) {
@@ -384,7 +405,36 @@ FW_SCENARIO(files_passed, "threads write lines around the cache, beside loads of
   Machine machine(run, shape);
   Passed passed(machine, threads);
   const uint32_t steps = 2 + run.random.below(3);
-  machine.launch([&](Thread& t) { passed.work(t, steps); });
+  machine.launch([&](Thread& t) { passed.work(t, steps, true); });
+  machine.settle();
+}
+
+FW_SCENARIO(passing_in_turns, "threads that write around a full cache take one frame of a set") {
+  Shape shape = Shape::draw(run.random);
+  shape.volumes = 1;
+  const uint32_t threads = shape.warps * kWidth;
+  shape.lines = Passed::kEach * threads + 2 * shape.sets * shape.ways;
+  Machine machine(run, shape);
+  Passed passed(machine, threads);
+  uint32_t before = 0;
+  const auto alone = [&](auto work) {
+    machine.launch(
+        [&](Thread& t) {
+          if (t.index == 0) work();
+        },
+        1);
+  };
+  alone([&] {
+    passed.read_others();
+    before = passed.resident();
+  });
+  const uint32_t steps = 1 + run.random.below(3);
+  machine.launch([&](Thread& t) { passed.work(t, steps, false); });
+  alone([&] {
+    if (passed.resident() + shape.sets < before) {
+      scheduler.fail("writes around the cache take a second frame of a set");
+    }
+  });
   machine.settle();
 }
 

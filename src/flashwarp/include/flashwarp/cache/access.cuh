@@ -51,30 +51,30 @@ struct miss_outcome {
   uint32_t status;
 };
 
-// Writes back the lines of `members`, which this warp has filled and stored to, and empties their
-// frames. The lines are WRITING since they were published. Returns the lane's status. A line that
-// others have stored to or have pinned meanwhile stays, and so does one that could not be written:
-// it is dirty then, as after any write-back.
-FW_DEVICE uint32_t pass_lines(line_cache& c, const volume& v, uint32_t mask, uint32_t members,
+// Writes the lines of `members`, which this warp has stored to, from frames that are BUSY, and
+// empties these. Returns the lane's status. A line that could not be written keeps its frame: it is
+// dirty then, as after any write-back.
+FW_DEVICE uint32_t pass_lines(line_cache& c, volume& v, uint32_t mask, uint32_t members,
                               const transfer& t, uint64_t busy_word) {
-  const uint32_t status = write_back(c, v, mask, members, t, false);
-  if (((members >> warp::lane()) & 1) != 0 && status == nvme::kSuccess) {
-    const uint64_t mine = tag::identity_of(tag::filled(busy_word, false));
-    update(
-        &c.geometry.tags[t.way],
-        [=](uint64_t w) { return tag::identity_of(w) == mine && tag::is_replaceable(w); },
-        [](uint64_t w) { return tag::emptied(w); });
+  const bool mine = (members >> warp::lane()) & 1;
+  if (mine) count_write(c, v, t);
+  const uint32_t status = move_lines(c, v, mask, members, nvme::kWrite, t);
+  if (!mine) return nvme::kSuccess;
+  if (status == nvme::kSuccess) {
+    abandon_fill(c, t.way, busy_word);
+    return status;
   }
-  return status;
+  atomic::store_release(&c.geometry.tags[t.way], tag::filled(busy_word, false) | tag::kWriting);
+  return end_write_back(c, v, t, status);
 }
 
 // Handles the lanes of `missing`. One leader for each line claims a frame and fills it. The lanes
 // that want this line are served from it before it is published. If `kPasses`, the line only passes
 // through its frame: it is in the storage when this returns, and the frame is empty.
-template <typename Policy, typename Op, bool kPasses = false>
-FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t mask,
-                                             uint32_t missing, uint64_t line, bool whole, Op& op,
-                                             tally& count) {
+template <bool kPasses, typename Policy, typename Op>
+FW_DEVICE miss_outcome serve_by_claims(line_cache& c, volume& v, uint32_t mask, uint32_t missing,
+                                       uint64_t line, bool whole, Op& op, tally& count,
+                                       purpose why) {
   const uint32_t lane = warp::lane();
   const bool misses = (missing >> lane) & 1;
   const uint32_t group = misses ? warp::match(missing, line) : 0;
@@ -86,7 +86,7 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t 
   const plain_source source = plain_source_of(c, v, mask, line);
   uint32_t kept;
   const claim mine =
-      claim_lines<Policy>(c, g, mask, misses && leader == lane, line, false, !overwrite, kept);
+      claim_lines<Policy>(c, g, mask, misses && leader == lane, line, why, !overwrite, kept);
 
   const uint32_t ahead = warp::ballot(mask, mine.has_dirty);
   if (ahead != 0) {
@@ -116,7 +116,7 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t 
   warp::sync(mask);
   if (claimed) {
     if (status == nvme::kSuccess) {
-      publish_fill(c, mine.way, mine.word, Op::kStores, kPasses);
+      if (!kPasses) publish_fill(c, mine.way, mine.word, Op::kStores);
     } else {
       // On the direct path a command that has not come back may still write the frame, so the frame
       // stays BUSY.
@@ -157,6 +157,25 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t 
   const bool found = warp::any(mask, misses && mine.result == claim_result::kHit);
   const uint32_t error = led ? outcome : (misses ? lost : 0);
   return {led || error != 0, (claims | dirty) != 0 || found, error};
+}
+
+template <typename Policy, typename Op>
+FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t mask,
+                                             uint32_t missing, uint64_t line, bool whole, Op& op,
+                                             tally& count) {
+  return serve_by_claims<false, Policy>(c, v, mask, missing, line, whole, op, count, purpose::kUse);
+}
+
+// How many steps of a wait a line that passes through a set gives others that do. It then takes a
+// frame of its own: a command that never came back may hold the other for ever.
+inline constexpr uint32_t kPassingTries = 1 << 14;
+
+template <typename Policy, typename Op>
+FW_DEVICE_NOINLINE miss_outcome pass_misses_through(line_cache& c, volume& v, uint32_t mask,
+                                                    uint32_t missing, uint64_t line, bool whole,
+                                                    Op& op, tally& count, uint32_t step) {
+  const purpose why = step < kPassingTries ? purpose::kPass : purpose::kUse;
+  return serve_by_claims<true, Policy>(c, v, mask, missing, line, whole, op, count, why);
 }
 
 // The status of a lane whose access was deferred. NVMe statuses have 15 bits.
@@ -228,9 +247,12 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t 
         const Misses late = misses;
         out = base::opaque(&defer_misses<Policy, Op, Misses>)(c, v, mask, missing, line, whole,
                                                               cold, events, rest, late);
+      } else if constexpr (Misses::kPasses) {
+        out = base::opaque(&pass_misses_through<Policy, Op>)(c, v, mask, missing, line, whole, cold,
+                                                             events, step);
       } else {
-        out = base::opaque(&serve_misses<Policy, Op, Misses::kPasses>)(c, v, mask, missing, line,
-                                                                       whole, cold, events);
+        out =
+            base::opaque(&serve_misses<Policy, Op>)(c, v, mask, missing, line, whole, cold, events);
       }
       op = cold;
       count.add(events);
@@ -265,7 +287,7 @@ FW_DEVICE bool start_fills(line_cache& c, volume& v, uint32_t mask, bool asks, u
                            tally& count) {
   const geometry g = c.geometry;
   uint32_t kept;
-  const claim mine = claim_lines<Policy>(c, g, mask, asks, line, true, true, kept);
+  const claim mine = claim_lines<Policy>(c, g, mask, asks, line, purpose::kPrefetch, true, kept);
   // Start cleaning a dirty victim. A later call fills the line.
   const bool victim = mine.result == claim_result::kDirty;
   const uint32_t dirty = warp::ballot(mask, victim || mine.has_dirty);

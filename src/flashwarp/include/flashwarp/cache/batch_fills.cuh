@@ -64,7 +64,7 @@ FW_DEVICE bool submit_claims(line_cache& c, volume& v, uint32_t mask, bool asks,
   if (q == nullptr) return false;
   const geometry g = c.geometry;
   uint32_t kept;
-  const claim mine = claim_lines<Policy>(c, g, mask, asks, line, true, true, kept);
+  const claim mine = claim_lines<Policy>(c, g, mask, asks, line, purpose::kPrefetch, true, kept);
   leave_dirty(c, mine);
   const bool claimed = mine.result == claim_result::kClaimed;
   const bool was_kept = (kept >> warp::lane()) & 1;

@@ -96,6 +96,7 @@ struct set_view {
   const bool prefetched;  // the fill is a prefetch: the line's first hit is its use
   // The tag words of the first ways, as the look at the set has loaded them.
   uint64_t words[4];
+  uint32_t moving = 0;  // ways that are being filled or written back
 
   FW_DEVICE uint32_t ways() const { return geometry.ways; }
   FW_DEVICE static bool has(uint32_t mask, uint64_t way) {

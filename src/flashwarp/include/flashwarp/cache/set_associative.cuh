@@ -182,6 +182,15 @@ enum class claim_result : uint32_t {
   kBlocked,  // every frame is pinned or in flight: try again later
 };
 
+// What a claimed frame is for.
+enum class purpose : uint32_t {
+  kUse,       // the caller's access
+  kPrefetch,  // a later access
+  // A line that leaves its frame at once. Such lines take turns in one frame of a set: as long as
+  // a line is on its way into or out of the set, they evict no other.
+  kPass,
+};
+
 struct claim {
   claim_result result = claim_result::kBusy;
   uint64_t way = 0;
@@ -204,7 +213,7 @@ struct claim {
 FW_DEVICE claim_result look_at_set(set_view& s) {
   const geometry& g = s.geometry;
   claim_result result = claim_result::kBlocked;
-  s.resident = s.candidates = s.referenced = s.dirty = 0;
+  s.resident = s.candidates = s.referenced = s.dirty = s.moving = 0;
   s.next = kNoWay;
   // Four words at a time, all loaded before the first is used: one trip to memory.
   const auto look = [&](uint32_t first, const uint64_t (&words)[4]) {
@@ -216,6 +225,7 @@ FW_DEVICE claim_result look_at_set(set_view& s) {
       s.resident |= bit;
       if (tag::is_replaceable(word)) s.candidates |= bit;
       if (tag::is_cleanable(word)) s.dirty |= bit;
+      if (tag::state_of(word) == tag::kBusy || (word & tag::kWriting) != 0) s.moving |= bit;
       if ((word & tag::kReferenced) != 0) s.referenced |= bit;
       if (bit != 0 && tag::line_of(word) == s.line) {
         result = valid ? claim_result::kHit : claim_result::kBusy;
@@ -353,12 +363,16 @@ FW_DEVICE void claim_both(line_cache& c, uint64_t set, set_view& s, claim& out) 
 // What claim_frame does while it holds the lock. `hand` is the set's.
 template <typename Policy, bool kTier>
 FW_DEVICE claim claim_in(line_cache& c, const geometry& g, uint64_t set, uint64_t line,
-                         uint32_t hand, bool prefetched) {
+                         uint32_t hand, purpose why) {
   claim out;
+  const bool prefetched = why == purpose::kPrefetch;
   set_view s = {g, set * g.ways, line, 0, 0, 0, 0, hand, kNoWay, prefetched, {}};
   const claim_result present = look_at_set(s);
+  const uint32_t all = (1u << g.ways) - 1;
   if (present != claim_result::kBlocked) {
     out.result = present;
+  } else if (why == purpose::kPass && s.resident == all && s.moving != 0) {
+    out.result = claim_result::kBlocked;
   } else if constexpr (kTier) {
     claim_both<Policy>(c, set, s, out);
   } else {
@@ -370,21 +384,21 @@ FW_DEVICE claim claim_in(line_cache& c, const geometry& g, uint64_t set, uint64_
 }
 template <typename Policy>
 FW_DEVICE_NOINLINE claim claim_with_tier(line_cache& c, uint64_t set, uint64_t line, uint32_t hand,
-                                         bool prefetched) {
-  return claim_in<Policy, true>(c, c.geometry, set, line, hand, prefetched);
+                                         purpose why) {
+  return claim_in<Policy, true>(c, c.geometry, set, line, hand, why);
 }
 
 // Asks for a frame for `line`. One lane; never waits. claim_lines calls it, and then opens the set
-// and moves lines to and from the host tier. `prefetched` says that the line is used later.
-// Inlined, with a copy of the geometry, because what lies in memory costs a trip behind each fence.
+// and moves lines to and from the host tier. Inlined, with a copy of the geometry, because what
+// lies in memory costs a trip behind each fence.
 template <typename Policy>
-FW_DEVICE claim claim_frame(line_cache& c, const geometry& g, uint64_t line, bool prefetched) {
+FW_DEVICE claim claim_frame(line_cache& c, const geometry& g, uint64_t line, purpose why) {
   const uint64_t set = set_of(g, line);
   // One trip: a set that is locked already stays as it is.
   const uint32_t seen = atomic::or_acquire(&c.set_control[set], kSetLocked);
   if ((seen & kSetLocked) != 0) return claim();
-  if (c.tier_ways != 0) return claim_with_tier<Policy>(c, set, line, seen, prefetched);
-  return claim_in<Policy, false>(c, g, set, line, seen, prefetched);
+  if (c.tier_ways != 0) return claim_with_tier<Policy>(c, set, line, seen, why);
+  return claim_in<Policy, false>(c, g, set, line, seen, why);
 }
 
 // Ends the claims of a warp: opens the sets that its lanes have locked. All lanes of `mask` call
@@ -405,11 +419,8 @@ FW_DEVICE void open_sets(uint32_t mask, const claim& mine) {
 }
 
 // End a fill. Release: the data, stored by lanes that this lane has synchronised with, comes first.
-// `writing` says that the caller writes the line back at once.
-FW_DEVICE void publish_fill(line_cache& c, uint64_t way, uint64_t busy_word, bool dirty,
-                            bool writing = false) {
-  const uint64_t state = writing ? tag::kWriting : 0;
-  atomic::store_release(&c.geometry.tags[way], tag::filled(busy_word, dirty && !writing) | state);
+FW_DEVICE void publish_fill(line_cache& c, uint64_t way, uint64_t busy_word, bool dirty) {
+  atomic::store_release(&c.geometry.tags[way], tag::filled(busy_word, dirty));
 }
 FW_DEVICE void abandon_fill(line_cache& c, uint64_t way, uint64_t busy_word) {
   atomic::store_release(&c.geometry.tags[way], tag::emptied(busy_word));

@@ -78,9 +78,9 @@ FW_DEVICE_NOINLINE uint32_t move_tier_lines(line_cache& c, uint32_t mask, const 
 // claimed frames from the host tier; only lanes with `wanted` get theirs.
 template <typename Policy>
 FW_DEVICE claim claim_lines(line_cache& c, const geometry& g, uint32_t mask, bool asks,
-                            uint64_t line, bool prefetched, bool wanted, uint32_t& kept) {
+                            uint64_t line, purpose why, bool wanted, uint32_t& kept) {
   claim mine;
-  if (asks) mine = claim_frame<Policy>(c, g, line, prefetched);
+  if (asks) mine = claim_frame<Policy>(c, g, line, why);
   open_sets(mask, mine);
   kept = c.tier_ways != 0 ? move_tier_lines(c, mask, mine, wanted) : 0;
   return mine;

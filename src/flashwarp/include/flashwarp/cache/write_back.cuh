@@ -32,6 +32,12 @@ FW_DEVICE uint32_t end_write_back(line_cache& c, volume& v, const transfer& t, u
   return status;
 }
 
+FW_DEVICE void count_write(line_cache& c, const volume& v, const transfer& t) {
+  counters& shard = shard_of(v);
+  atomic::add_relaxed(&shard.write_backs, uint64_t(1));
+  atomic::add_relaxed(&shard.bytes_written, bytes_of_line(c, v, t.line));
+}
+
 // Writes back the line of each lane in `members`, volume by volume, because a victim may belong to
 // another array than `self`. Waits for the writes unless `detached`. Returns the lane's status.
 FW_DEVICE_NOINLINE uint32_t write_back(line_cache& c, const volume& self, uint32_t mask,
@@ -51,11 +57,7 @@ FW_DEVICE_NOINLINE uint32_t write_back(line_cache& c, const volume& self, uint32
       if (in_batch) give_up_line(c, t);
       continue;
     }
-    if (in_batch) {
-      counters& shard = shard_of(*v);
-      atomic::add_relaxed(&shard.write_backs, uint64_t(1));
-      atomic::add_relaxed(&shard.bytes_written, bytes_of_line(c, *v, t.line));
-    }
+    if (in_batch) count_write(c, *v, t);
     if (detached) {
       move_lines_detached(c, *v, mask, batch, nvme::kWrite, t);
     } else {

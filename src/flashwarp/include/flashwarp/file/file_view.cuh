@@ -11,9 +11,9 @@
 // same bytes it may return parts of both. For files that are read once, beside what stays cached.
 //
 // `write_around` is a write whose lines are in the storage when it returns, but those that were in
-// the cache: they are written there, and are dirty. An absent line passes through one frame of its
-// set, which is empty afterwards (`pass_lines` in cache/access.cuh). So writes that follow each
-// other take no second frame of a set, however long the file is. A partial line is read first.
+// the cache: they are written there, and are dirty. An absent line passes through a frame of its
+// set, which is empty afterwards (`pass_lines` in cache/access.cuh). Such lines take turns in one
+// frame of a set, however long the file is. A line that is written in part is read first.
 //
 // A write may go past the end, as far as the file's capacity: the file then ends behind it. Bytes
 // of the capacity that nobody has written are zeros. `append` takes its place at the end with one
