@@ -75,8 +75,7 @@ def on_gpu(x: fw.Array, ids: Any) -> DeviceArray:
 
 
 def arrived(p: Any) -> Any:
-    """The oldest batch: the fake moves bytes when somebody asks it, and not for a download."""
-    p._reads[0].wait(20)
+    """The oldest batch."""
     return np.asarray(p.synchronize())
 
 
@@ -131,7 +130,7 @@ def check_what_is_written_is_in_the_storage_after_a_flush_and_after_close() -> N
 
 
 def check_tiles_pin_no_lists_and_use_rings_again() -> None:
-    with opened() as (x, p):
+    with opened(faults="write delay=20000us") as (x, p):
         p.close()  # which leaves a ring of each direction
         tiles = partial(fw.Pipeline.tiles, x, 300, sms=0, timeout_s=20)
         pinned = fake().fake_count(b"cuMemHostAlloc")

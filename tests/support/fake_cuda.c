@@ -601,18 +601,40 @@ CUresult cuStreamWriteValue64(void* stream, uint64_t address, uint64_t value, un
   queue_work((struct work){stream, kWriteWord, address, value, 0, NULL, 0});
   return check_stream(stream);
 }
+// Whether a stream has work left other than waits for streams that a check keeps busy.
+static int goes_on(const void* stream) {
+  for (int i = work_first; i < work_count; ++i)
+    if (works[i].stream == stream && !(works[i].kind == kWaitStream && is_busy(works[i].awaited)))
+      return 1;
+  return 0;
+}
+// Copies of pageable memory and fills come behind the work of their stream.
+static void end_works(const void* stream) {
+  for (int tries = 0; tries < 100000; ++tries) {
+    do_works();
+    pthread_mutex_lock(&works_lock);
+    const int late = goes_on(stream);
+    pthread_mutex_unlock(&works_lock);
+    if (!late) return;
+    usleep(20);
+  }
+  abort();
+}
 CUresult cuMemcpyHtoDAsync(uint64_t target, const void* source, size_t nbytes, void* stream) {
   ENTER_CONTEXT;
+  end_works(stream);
   memcpy((void*)target, source, nbytes);
   return check_stream(stream);
 }
 CUresult cuMemcpyDtoHAsync(void* target, uint64_t source, size_t nbytes, void* stream) {
   ENTER_CONTEXT;
+  end_works(stream);
   memcpy(target, (void*)source, nbytes);
   return check_stream(stream);
 }
 CUresult cuMemsetD8Async(uint64_t address, unsigned char byte, size_t nbytes, void* stream) {
   ENTER_CONTEXT;
+  end_works(stream);
   memset((void*)address, byte, nbytes);
   return check_stream(stream);
 }
