@@ -653,6 +653,35 @@ def test_on_a_full_disk_the_run_goes_on_from_the_caches(
     assert opened().versions() == list(range(8))
 
 
+def test_a_flush_that_fails_while_room_is_made_is_tried_again_at_once(
+    opened: Opener, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = opened(config={"retry_s": 1e3})
+    history(checkpointer, 1)
+    checkpointer.wait()
+    faults.write_error = full()
+    for version in (1, 2):
+        checkpointer.checkpoint(version)
+    until(lambda: checkpointer.stats.flush_failures == 2, "both fail")
+    in_vain = iter([full()])
+
+    def write() -> None:
+        Faults.write(faults)
+        for error in in_vain:
+            raise error
+
+    faults.write_error = None
+    faults.hold()
+    monkeypatch.setattr(faults, "write", write)
+    checkpointer.discard(1)
+    faults.until_waiting()
+    checkpointer.discard(0)
+    faults.release()
+
+    until(lambda: checkpointer.stats.memory_only == 0, "the flush is tried again")
+    assert checkpointer.stats.flush_failures == 3
+
+
 def test_when_the_caches_are_full_too_the_checkpoint_fails_and_loses_nothing(
     opened: Opener, faults: Faults
 ) -> None:

@@ -16,7 +16,7 @@ from flashwarp.checkpoint.capture import Bytes, RegionSet
 from flashwarp.checkpoint.directory import Catalog
 from flashwarp.checkpoint.directory.names import check_name, check_version, rank_of_process
 from flashwarp.checkpoint.durability import Durability
-from flashwarp.checkpoint.flushing import retry_now
+from flashwarp.checkpoint.flushing import note_room
 from flashwarp.checkpoint.futures import Saved
 from flashwarp.checkpoint.lookup import Lookup
 from flashwarp.checkpoint.region import Region
@@ -470,7 +470,7 @@ class Checkpointer(endings.Closing):
         self._system.storing.discard(entry, self._system.remove_later if later else None)
         if not later:
             with self._core.locked():
-                retry_now(self._core)  # the disk may have room now
+                note_room(self._core)
 
     @property
     def stats(self) -> CheckpointStats:

@@ -76,6 +76,8 @@ class Core:
         # Discarded versions that may still be copied somewhere.
         self._leaving: set[Entry] = set()
         self.retries: dict[tuple[str, Entry], tuple[int, float]] = {}
+        # When something was removed from the disk last.
+        self.room_made_ns = 0
         self.to_storage = Backlog(mover.links["to storage"])
         # Versions whose manifests could not be read; restarts try again.
         self.unreadable: set[Key] = set()

@@ -79,7 +79,7 @@ class Durability:
 
             def tried() -> bool:
                 """Whether all that is not durable was tried once more, and failed."""
-                retry_now(core, failed_before_ns=began_ns)
+                retry_now(core, began_ns)
                 return all(each.failure and each.failed_ns >= began_ns for each in core.lost())
 
             with core.waiting_for_flushes():

@@ -146,8 +146,8 @@ class Flusher:
             core.apply(tier, entry, Event.FLUSHED if done else Event.FLUSH_FAILED)
             release(core, entry)
             if error is not None and not entry.discarded:
-                note_failure(core, tier.name, entry, error)
                 entry.failed_ns = began_ns
+                note_failure(core, tier.name, entry, error)
             tier.refresh_flushes(core.now_ns())
             core.counts[f"flushes_{tier.name}"] += done
 
@@ -271,17 +271,32 @@ def note_failure(core: Core, queue: str, entry: Entry, error: BaseException) -> 
 
 
 def retry_later(core: Core, queue: str, entry: Entry) -> None:
-    """Try a failed flush again after a while, each time after twice the time."""
+    """Try a failed flush again after a while, each time after twice the time.
+
+    A flush that began before room was made is tried again at once: it did not see the room.
+    """
     _, delay_s = core.retries.get((queue, entry), (0, core.settings.retry_s / 2))
     delay_s = min(delay_s * 2, max(_RETRY_MAX_S, core.settings.retry_s))
-    core.retries[queue, entry] = core.now_ns() + int(delay_s * 1e9), delay_s
+    at_once = queue != "remote" and entry.failed_ns <= core.room_made_ns
+    core.retries[queue, entry] = (
+        0 if at_once else core.now_ns() + int(delay_s * 1e9),
+        core.settings.retry_s / 2 if at_once else delay_s,
+    )
 
 
-def retry_now(core: Core, *, failed_before_ns: int | None = None) -> None:
-    """Make failed flushes due, or those that began before a time; called under the lock."""
+def retry_now(core: Core, failed_before_ns: int) -> None:
+    """Make failed flushes due that began before a time; called under the lock."""
     for (queue, entry), (_, delay_s) in list(core.retries.items()):
-        if failed_before_ns is None or entry.failed_ns < failed_before_ns:
+        if entry.failed_ns < failed_before_ns:
             core.retries[queue, entry] = 0, delay_s
+    core.wake()
+
+
+def note_room(core: Core) -> None:
+    """Try failed flushes again, because the disk may have room now; called under the lock."""
+    core.room_made_ns = core.now_ns()
+    for key in core.retries:
+        core.retries[key] = 0, core.settings.retry_s / 2
     core.wake()
 
 

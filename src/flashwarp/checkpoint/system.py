@@ -12,7 +12,7 @@ from flashwarp.checkpoint.buffer import ALIGNMENT
 from flashwarp.checkpoint.core import Core, hint_key
 from flashwarp.checkpoint.directory import Catalog, Directory
 from flashwarp.checkpoint.eviction import policy_of
-from flashwarp.checkpoint.flushing import FLUSH_THREADS, Flusher, Uploader, release, retry_now
+from flashwarp.checkpoint.flushing import FLUSH_THREADS, Flusher, Uploader, note_room, release
 from flashwarp.checkpoint.memory import GrowingMemory
 from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog
@@ -386,7 +386,7 @@ class System:
             with core.changed:
                 for each in removals:
                     release(core, each.entry)
-                retry_now(core)  # the disk may have room now
+                note_room(core)
 
     def _remove_rest(self) -> None:
         removals, self._removals = self._removals, []
