@@ -106,7 +106,7 @@ def right(report):
     return {row.name: row for row in report.rows}
 
 
-@pytest.mark.parametrize("name", BENCHES)
+@pytest.mark.parametrize("name", part_of_today(list(BENCHES), 3))
 def test_a_record_says_how_its_figures_came_about(name, tmp_path, monkeypatch):
     for needed in NEEDS.get(name, ()):
         pytest.importorskip(needed)

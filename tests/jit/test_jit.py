@@ -19,9 +19,8 @@ from support.daily import part_of_today
 
 # All kernels, each alone, take two minutes for one architecture. A day has a third of the kernels,
 # for one architecture.
-EVERYTHING = bool(os.environ.get("FLASHWARP_ALL_ARCHITECTURES"))
-BUILT_IN_FOR = list(ARCHITECTURES) if EVERYTHING else part_of_today(ARCHITECTURES, 5)
-ALONE = built_in_kernels() if EVERYTHING else part_of_today(built_in_kernels(), 3)
+BUILT_IN_FOR = part_of_today(ARCHITECTURES, 5)
+ALONE = part_of_today(built_in_kernels(), 3)
 
 PROGRAM_KERNELS = Path(__file__).parents[1] / "support" / "program_kernels.cu"
 
