@@ -407,7 +407,7 @@ def test_lines_longer_than_extents_are_refused_and_the_longest_is_named(
         os.fsync(file.fileno())
     call("fallocate", "--collapse-range", f"--offset={MIB}", "--length=4096", path)
     call("fallocate", "--collapse-range", "--offset=8192", "--length=4096", path)
-    assert len(fw.BlockMap.of(path).extents) == 3
+    assert len(fw.BlockMap.of(path).extents) >= 3
     settings: dict[str, Any] = {"device": "cpu", "controller": controller}
     with fw.MappedFile(path, controller.namespace(1)) as storage:
         with pytest.raises(ArgumentError, match="take line=4096 or less"):
