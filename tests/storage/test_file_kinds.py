@@ -31,7 +31,13 @@ import pytest
 import flashwarp as fw
 from flashwarp import _native
 from flashwarp.apps import graphs
-from flashwarp.errors import ArgumentError, FileFormatError, FlashwarpError, PathError
+from flashwarp.errors import (
+    ArgumentError,
+    FileFormatError,
+    FlashwarpError,
+    MissingFileError,
+    PathError,
+)
 from flashwarp.storage import File, Replicated, Striped, file_access, files
 from flashwarp.storage.npy import read_layout
 
@@ -142,6 +148,23 @@ def test_file_that_becomes_a_fifo_does_not_block(
     monkeypatch.setattr(os, "stat", lambda *_, **__: os.lstat(tmp_path / "f"))
     with pytest.raises(PathError, match="FIFO"):
         File(fifo)
+
+
+def test_file_that_is_removed_while_it_is_checked_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(4096))
+    access = os.access
+
+    def remove_before(name: str, how: int) -> bool:
+        path.unlink(missing_ok=True)
+        return access(name, how)
+
+    monkeypatch.setattr(os, "access", remove_before)
+
+    with pytest.raises(MissingFileError):
+        File(path)
 
 
 def test_graph_of_a_fifo_does_not_block(tmp_path: Path) -> None:

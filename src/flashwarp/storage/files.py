@@ -88,16 +88,21 @@ def check(path: str, writable: bool) -> os.stat_result:
     ------
     MissingFileError, PathError
     """
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise path_error(error, path, writable=writable) from error
+    status = _status(path, writable)
     if stat.S_ISDIR(status.st_mode):
         raise PathError(errno.EISDIR, "is a directory, not a file", path)
     for how, refused in ((os.R_OK, False), (os.W_OK, True)):
         if (how == os.R_OK or writable) and not os.access(path, how):
+            _status(path, writable)  # it may have been removed meanwhile
             raise path_error(PermissionError(errno.EACCES, ""), path, writable=refused)
     return status
+
+
+def _status(path: str, writable: bool) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except OSError as error:
+        raise path_error(error, path, writable=writable) from error
 
 
 def open_for_reading(path: str) -> BinaryIO:
