@@ -525,10 +525,11 @@ static int has_work(const void* stream, int end) {
     if (works[i].stream == stream) return 1;
   return 0;
 }
-// The same without waits for other streams, by which no stream becomes busy here.
+// The same without waits for streams that a check keeps busy, by which no other becomes busy here.
 static int is_late(const void* stream, int end) {
   for (int i = work_first; i < end; ++i)
-    if (works[i].stream == stream && works[i].kind != kWaitStream) return 1;
+    if (works[i].stream == stream && !(works[i].kind == kWaitStream && is_busy(works[i].awaited)))
+      return 1;
   return 0;
 }
 static int can_do(const struct work* work) {
@@ -601,19 +602,12 @@ CUresult cuStreamWriteValue64(void* stream, uint64_t address, uint64_t value, un
   queue_work((struct work){stream, kWriteWord, address, value, 0, NULL, 0});
   return check_stream(stream);
 }
-// Whether a stream has work left other than waits for streams that a check keeps busy.
-static int goes_on(const void* stream) {
-  for (int i = work_first; i < work_count; ++i)
-    if (works[i].stream == stream && !(works[i].kind == kWaitStream && is_busy(works[i].awaited)))
-      return 1;
-  return 0;
-}
 // Copies of pageable memory and fills come behind the work of their stream.
 static void end_works(const void* stream) {
   for (int tries = 0; tries < 100000; ++tries) {
     do_works();
     pthread_mutex_lock(&works_lock);
-    const int late = goes_on(stream);
+    const int late = is_late(stream, work_count);
     pthread_mutex_unlock(&works_lock);
     if (!late) return;
     usleep(20);
