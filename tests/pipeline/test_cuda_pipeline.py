@@ -129,6 +129,23 @@ def check_what_is_written_is_in_the_storage_after_a_flush_and_after_close() -> N
         assert np.fromfile(path(), np.int64)[0] == -2
 
 
+def check_batches_move_behind_the_callers_work() -> None:
+    with opened() as (x, p):
+        p._stream = stream = x.device.create_stream()
+        rows = x.device.empty_array((1, WIDTH), np.int64)
+        fake().fake_pend(stream.handle)  # a kernel that uses a buffer, and another one's rows
+
+        read = p.prefetch([4])
+        p._way._engine.wait("prefetch", read.number, 20)  # the ring has it
+        write = p.write_back([5], rows)
+        done = read.done(), write.done()
+        fake().fake_pend(0)
+
+        assert done == (False, False)
+        write.wait(20)
+        np.testing.assert_array_equal(arrived(p), values()[4:5])
+
+
 def check_tiles_pin_no_lists_and_use_rings_again() -> None:
     with opened(faults="write delay=20000us") as (x, p):
         p.close()  # which leaves a ring of each direction

@@ -219,16 +219,29 @@ def check_tiles() -> None:
         stream = device.create_stream()
         seen = []
         for tile in fw.Pipeline.tiles(x, 7, writable=True, stream=stream, depth=3):
-            device.synchronize(stream, 10)
             now = np.asarray(tile)
             seen.append(now)
-            device.upload(tile.address, now * 2)
+            device.upload(tile.address, now * 2, stream)
         np.testing.assert_array_equal(np.concatenate(seen), values())
         np.testing.assert_array_equal(data, values() * 2)
 
         for k, tile in enumerate(fw.Pipeline.tiles(x, 7, writable=True, read=False, stream=stream)):
-            device.upload(tile.address, np.full(tile.shape, k))
+            device.upload(tile.address, np.full(tile.shape, k), stream)
         np.testing.assert_array_equal(data[:, 0], np.arange(ROWS) // 7)
+
+
+def check_a_batch_arrives_behind_the_stores_before_it() -> None:
+    with opened("r+") as (_, p, _):
+        p.prefetch(slice(0, 3))
+        p.write_back(slice(0, 3), p.synchronize())
+        fake().fake_pend(p._way._out.handle)  # the stores are under way, from a buffer of the turn
+
+        ticket = p.prefetch(slice(3, 6))
+        done = ticket.done()
+        fake().fake_pend(0)
+
+        assert not done
+        ticket.wait(20)
 
 
 @fake_cuda.checks(globals())
