@@ -310,7 +310,8 @@ class Pipeline(endings.Closing):
         """Yield an array from front to back, `rows` rows at a time, in buffers of a pipeline.
 
         A tile is the loop body's until the next turn, and so are the rules of `synchronize`.
-        Meanwhile the next tiles arrive.
+        Meanwhile the next tiles arrive. On a GPU, read and change a tile in the caller's stream:
+        that stream alone waits until the buffer's earlier tile has been taken from it.
 
         Parameters
         ----------
