@@ -366,6 +366,7 @@ FW_SCENARIO(loads_around, "threads load around the cache what others store, load
 FW_SCENARIO(stores_around, "threads store around the cache what others store, load and evict") {
   Shape shape = Shape::draw(run.random);
   shape.streamed = true;
+  shape.tier_ways = run.random.chance(30) ? 1 + run.random.below(2) : 0;
   if (run.random.chance(20)) draw_faults(run);
   Machine machine(run, shape);
   std::vector<std::unique_ptr<Elements<>>> volumes;
