@@ -7,7 +7,9 @@ and its registers are QEMU's.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -72,13 +74,22 @@ def read_and_write(service: VfioService, namespace: Storage | Rotated, commands:
     np.testing.assert_array_equal(held.reshape(versions.size, -1), words_of(versions, BLOCK_BYTES))
 
 
-def queue_pairs_of_a_gpu_move_data_through_buffers() -> None:
+@contextlib.contextmanager
+def frames_beside_a_drive() -> Iterator[tuple[Destination, fw.VfioController, DriveNamespace]]:
+    """Memory of the GPU, a drive and a namespace; nothing of the GPU is left in the end."""
     device = CudaDevice(0)
     before = fake().fake_live_allocations()
     frames = device.allocate(64 * BLOCK_BYTES)
     destination = Destination(device, BLOCK_BYTES, (frames.address, frames.nbytes))
     settings = {"queue_pairs": 2, "depth": 16, "allow_raw_writes": True}
     with drive(0, **settings) as controller, controller.namespace(GOOD) as namespace:
+        yield destination, controller, namespace
+    frames.close()
+    assert fake().fake_live_allocations() == before
+
+
+def queue_pairs_of_a_gpu_move_data_through_buffers() -> None:
+    with frames_beside_a_drive() as (destination, controller, namespace):
         service = controller.attach(namespace, destination)
 
         assert fake().fake_registered_flags() == 2 | 4  # DEVICEMAP, IOMEMORY
@@ -91,8 +102,6 @@ def queue_pairs_of_a_gpu_move_data_through_buffers() -> None:
         assert "was reset" in str(service.failure())
         service.stop()
         service.stop()
-    frames.close()
-    assert fake().fake_live_allocations() == before
 
 
 class Rotated(Namespace, OnDrive):
@@ -117,12 +126,7 @@ class Rotated(Namespace, OnDrive):
 
 
 def queue_pairs_of_a_gpu_look_extents_up() -> None:
-    device = CudaDevice(0)
-    before = fake().fake_live_allocations()
-    frames = device.allocate(64 * BLOCK_BYTES)
-    destination = Destination(device, BLOCK_BYTES, (frames.address, frames.nbytes))
-    settings = {"queue_pairs": 2, "depth": 16, "allow_raw_writes": True}
-    with drive(0, **settings) as controller, controller.namespace(GOOD) as namespace:
+    with frames_beside_a_drive() as (destination, controller, namespace):
         rotated = Rotated(namespace)
         service = controller.attach(rotated, destination)
         read_and_write(service, rotated, 2000)
@@ -131,8 +135,6 @@ def queue_pairs_of_a_gpu_look_extents_up() -> None:
             service.wake()
         service.stop()
         assert namespace.read(0, 1), "the host's own queues go on"
-    frames.close()
-    assert fake().fake_live_allocations() == before
 
 
 def arrays_of_a_gpu_say_how_data_goes() -> None:
