@@ -47,6 +47,7 @@ struct Packing {
   alignas(kAlignment) uint8_t bytes[kBytesMax];
   void* params[kParamsMax];
   TensorCalls* arrays[kParamsMax];
+  cuda::Accessed accessed[kParamsMax];
   nb::object attachments[kParamsMax];
   nb::handle array_objects[kParamsMax];
   size_t array_count = 0;
@@ -63,6 +64,7 @@ struct Param {
   Kind kind;
   size_t nbytes = 0, at = 0;
   bool with_sign = false;
+  bool stores = false;  // to the array
   std::vector<Known> arrays;
   std::vector<uint64_t> dtypes;
   size_t next = 0;  // of what is known, to be replaced
@@ -105,7 +107,8 @@ bool pack_float(const Param& param, nb::handle argument, uint8_t* place) {
 
 class KernelCalls {
  public:
-  // Each parameter: its kind, as a dtype's or "array", "pointer" or "bytes", and how many bytes.
+  // Each parameter: its kind, as a dtype's or "array", "const array", "pointer" or "bytes", and how
+  // many bytes.
   KernelCalls(nb::object device, const Launching& launching,
               std::vector<std::tuple<std::string, size_t>> params)
       : device_(std::move(device)), launching_(launching) {
@@ -114,6 +117,7 @@ class KernelCalls {
       Param param;
       param.kind = kind_of(kind);
       param.with_sign = kind == "i";
+      param.stores = kind == "array";
       param.nbytes = nbytes;
       param.at = end;
       end += (nbytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -172,7 +176,7 @@ class KernelCalls {
 
  private:
   static Param::Kind kind_of(const std::string& kind) {
-    if (kind == "array") return Param::kArray;
+    if (kind == "array" || kind == "const array") return Param::kArray;
     if (kind == "pointer") return Param::kPointer;
     if (kind == "i" || kind == "u") return Param::kInteger;
     if (kind == "f") return Param::kFloat;
@@ -228,6 +232,7 @@ class KernelCalls {
       std::memcpy(place, known.bytes.data(), param.nbytes);
       packing.attachments[packing.array_count] = std::move(attachment);  // keeps `calls`
       packing.array_objects[packing.array_count] = argument;
+      packing.accessed[packing.array_count] = {calls->order(), param.stores};
       packing.arrays[packing.array_count++] = calls;
       return true;
     }
@@ -314,7 +319,8 @@ class KernelCalls {
       const size_t count = other == run ? 0 : 1;
       return launching_.context.launch_among(
           {others, count}, !chosen, handle(launching_.mark), prepared.function, prepared.blocks,
-          prepared.block_threads, params_.empty() ? nullptr : packing.params, handle(run));
+          prepared.block_threads, params_.empty() ? nullptr : packing.params, handle(run),
+          {packing.accessed, packing.array_count});
     });
     for (size_t i = 0; chosen && result == kSuccess && i < packing.array_count; ++i) {
       packing.arrays[i]->keep_stream(stream);

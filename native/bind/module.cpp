@@ -25,6 +25,7 @@ void bind_checksum(nb::module_& m);
 void bind_endings(nb::module_& m);
 void bind_controller(nb::module_& m);
 void bind_cuda(nb::module_& m);
+void bind_order(nb::module_& m);
 void bind_kernel_calls(nb::module_& m);
 void bind_pipeline(nb::module_& m);
 void bind_storage(nb::module_& m);
@@ -127,6 +128,7 @@ NB_MODULE(_native, m) {
   bind_controller(m);
   bind_vfio(m);
   bind_cuda(m);
+  bind_order(m);
   bind_tensor_calls(m);
   bind_kernel_calls(m);
   bind_testing(m);

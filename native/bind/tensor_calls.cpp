@@ -103,6 +103,10 @@ TensorCalls::TensorCalls(Launching launching, std::vector<int64_t> row_shape, ui
   acquire_ = turn_.attr("acquire");
   release_ = turn_.attr("release");
   all_streams_ = cache.attr("streams");
+  if (!launcher_.attr("order").is_none()) {
+    order_object_ = launcher_.attr("order").attr("native");
+    order_ = nb::cast<cuda::Order*>(order_object_);
+  }
   const nb::object splitting = launcher_.attr("splitting");
   if (nb::cast<uint64_t>(splitting.attr("rows")) != 0) splits_ = splitting.attr("on");
   for (const char* name : {"commands", "indices"}) {
@@ -277,8 +281,10 @@ bool TensorCalls::launched(Verb verb, const Operands& operands, bool on_stream, 
   unlocked([&] {
     const cuda::Context& context = launching_.context;
     const Handle here = handle(operands.stream), before[] = {handle(launching_.own)};
+    const cuda::Accessed accessed[] = {{order_, false}};
     result = context.launch_among(before, false, handle(launching_.mark), found.function,
-                                  found.blocks, found.block_threads, params, here);
+                                  found.blocks, found.block_threads, params, here,
+                                  {accessed, order_ == nullptr ? 0u : 1u});
     if (result == kSuccess && !on_stream) waited = context.poll(here, kPollUs);
   });
   if (result != kSuccess && !known) forget_stream(stream);  // which may not exist

@@ -18,6 +18,7 @@
 #include "bind/tensors.h"
 #include "bind/unlocked.h"
 #include "cuda/context.h"
+#include "cuda/order.h"
 
 namespace fw::native {
 
@@ -146,6 +147,8 @@ class TensorCalls {
   uint64_t number() const { return number_; }
   nb::handle acquire() const { return acquire_; }
   nb::handle release() const { return release_; }
+  // Null: it keeps no order.
+  cuda::Order* order() const { return order_; }
   bool takes_turns_with(const TensorCalls& other) const { return turn_.is(other.turn_); }
   // Whether a launch may use the array, in the turn; if so, wakes what serves it.
   bool ready(nb::handle changes);
@@ -179,6 +182,8 @@ class TensorCalls {
   const nb::object streams_;
   const nb::object launcher_, watchers_, service_, moved_object_;
   Moved& moved_;
+  nb::object order_object_;
+  cuda::Order* order_ = nullptr;
   nb::object turn_, acquire_, release_, all_streams_, splits_, in_flight_, lost_;
   std::vector<Noted> noted_;
   const Names names_;

@@ -8,6 +8,8 @@
 #include <thread>
 #include <vector>
 
+#include "cuda/order.h"
+
 namespace fw::native::cuda {
 
 namespace {
@@ -20,6 +22,7 @@ constexpr unsigned kNoDestructorSync = 1;
 constexpr unsigned kMove = 1;
 // The interfaces are those of CUDA 12.0, the oldest driver that is served.
 constexpr int kInterfaceVersion = 12000;
+constexpr unsigned kNoTimes = 2;  // CU_EVENT_DISABLE_TIMING
 
 // `wait_any`: most calls that are waited for so end soon, and a pause takes 50 us more than asked.
 constexpr std::chrono::microseconds kAskedWithoutPause{20};
@@ -68,6 +71,9 @@ struct Driver {
   Result (*stream_wait_event)(Handle stream, Handle event, unsigned flags);
   Result (*event_record)(Handle event, Handle stream);
   Result (*event_query)(Handle event);
+  Result (*event_create)(Handle* event, unsigned flags);
+  Result (*event_destroy)(Handle event);
+  Result (*stream_number)(Handle stream, unsigned long long* number);
   Result (*wait_value32)(Handle stream, uint64_t address, uint32_t value,
                          unsigned flags);  // or null
   Result (*memset_words)(uint64_t address, unsigned word, size_t count, Handle stream);
@@ -119,6 +125,9 @@ Driver::Driver() {
   bind(stream_wait_event, "cuStreamWaitEvent");
   bind(event_record, "cuEventRecord");
   bind(event_query, "cuEventQuery");
+  bind(event_create, "cuEventCreate");
+  bind(event_destroy, "cuEventDestroy");
+  bind(stream_number, "cuStreamGetId");
   look_up(wait_value32, "cuStreamWaitValue32");
   bind(memset_words, "cuMemsetD32Async");
   bind(capture_info, "cuStreamGetCaptureInfo");
@@ -232,6 +241,10 @@ void Context::exit() const {
   driver_.ctx_pop(&popped);
 }
 
+Result Context::within(const std::function<Result()>& act) const {
+  return Current(*this).then(act);
+}
+
 Result Context::launch(Handle function, uint32_t blocks, uint32_t block_threads, void** params,
                        Handle stream) const {
   return Current(*this).then([&] {
@@ -288,7 +301,7 @@ Result Context::wait_now(Handle before, std::span<const Handle> after, Handle ev
 
 Result Context::launch_among(std::span<const Handle> others, bool both_ways, Handle event,
                              Handle function, uint32_t blocks, uint32_t block_threads,
-                             void** params, Handle stream) const {
+                             void** params, Handle stream, std::span<const Accessed> arrays) const {
   return Current(*this).then([&] {
     Result result = is_captured(stream);
     if (result != kSuccess) return result;
@@ -302,12 +315,30 @@ Result Context::launch_among(std::span<const Handle> others, bool both_ways, Han
       if (follows) result = wait_now(other, {&stream, 1}, event);
       if (result != kSuccess) return result;
     }
-    result = driver_.launch_kernel(function, blocks, 1, 1, block_threads, 1, 1, 0, stream, params,
-                                   nullptr);
-    used(stream);
+    result = launch_ordered(function, blocks, block_threads, params, stream, arrays);
     if (result != kSuccess || !both_ways || others.empty()) return result;
     return wait_now(stream, others, event);
   });
+}
+
+// Each array's order begins and ends around those of the arrays behind it.
+Result Context::launch_ordered(Handle function, uint32_t blocks, uint32_t block_threads,
+                               void** params, Handle stream,
+                               std::span<const Accessed> arrays) const {
+  if (arrays.empty()) {
+    const Result result = driver_.launch_kernel(function, blocks, 1, 1, block_threads, 1, 1, 0,
+                                                stream, params, nullptr);
+    used(stream);
+    return result;
+  }
+  const Accessed& first = arrays.front();
+  Order::Access access;
+  Result result =
+      first.order ? first.order->begin(stream, first.stores, {}, access, true) : kSuccess;
+  if (result != kSuccess) return result;
+  result = launch_ordered(function, blocks, block_threads, params, stream, arrays.subspan(1));
+  const Result ended = first.order ? first.order->end(stream, access) : kSuccess;
+  return result != kSuccess ? result : ended;
 }
 
 Result Context::record(Handle event, Handle stream) const {
@@ -326,6 +357,29 @@ Result Context::event_done(Handle event) const {
     const Relaxed relaxed(driver_);
     return driver_.event_query(event);
   });
+}
+
+Result Context::create_event(Handle& event) const {
+  return Current(*this).then([&] { return driver_.event_create(&event, kNoTimes); });
+}
+
+void Context::destroy_event(Handle event) const {
+  Current(*this).then([&] { return driver_.event_destroy(event); });
+}
+
+Result Context::wait_event(Handle stream, Handle event) const {
+  return Current(*this).then([&] {
+    const Result result = driver_.stream_wait_event(stream, event, 0);
+    used(stream);
+    return result;
+  });
+}
+
+Result Context::number(Handle stream, uint64_t& found) const {
+  unsigned long long number = 0;
+  const Result result = Current(*this).then([&] { return driver_.stream_number(stream, &number); });
+  found = number;
+  return result;
 }
 
 Result Context::poll(Handle stream, int64_t microseconds) const {

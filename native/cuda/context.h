@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -50,6 +51,14 @@ struct Piece {
 // CUmemorytype. Memory that the driver does not know is the host's, and not pinned.
 enum class Memory : int { kUnknown = 0, kPinned = 1, kDevice = 2 };
 
+class Order;
+
+// An array that a launch loads from, or stores to; null: it keeps no order.
+struct Accessed {
+  Order* order = nullptr;
+  bool stores = false;
+};
+
 // One GPU's primary context. Any thread may call; each call makes the context current for as long
 // as it runs.
 class Context {
@@ -67,6 +76,9 @@ class Context {
   Result enter() const;
   void exit() const;
 
+  // Calls a function while the context is current, so that calls inside it need not make it so.
+  Result within(const std::function<Result()>& act) const;
+
   Result launch(Handle function, uint32_t blocks, uint32_t block_threads, void** params,
                 Handle stream) const;
   // Makes later work on `after` wait for the present work on `before`; an idle one costs no event.
@@ -74,12 +86,21 @@ class Context {
   Result order(Handle before, Handle after, Handle event) const;
   // Launches after the present work on other streams; with `both_ways` their later work waits for
   // the launch, too. If a stream that would wait is being captured, it does nothing, and returns
-  // kCaptured. `event` is as for `order`.
+  // kCaptured. `event` is as for `order`. It launches in the order of the accesses to `arrays`,
+  // too.
   Result launch_among(std::span<const Handle> others, bool both_ways, Handle event, Handle function,
-                      uint32_t blocks, uint32_t block_threads, void** params, Handle stream) const;
+                      uint32_t blocks, uint32_t block_threads, void** params, Handle stream,
+                      std::span<const Accessed> arrays = {}) const;
   Result record(Handle event, Handle stream) const;
   Result done(Handle stream) const;
   Result event_done(Handle event) const;
+  // Events without times.
+  Result create_event(Handle& event) const;
+  void destroy_event(Handle event) const;
+  // Makes later work on a stream wait for what an event has recorded, perhaps in the same capture.
+  Result wait_event(Handle stream, Handle event) const;
+  // The number of a stream, which no other one of the process gets, even with the same handle.
+  Result number(Handle stream, uint64_t& found) const;
   // Asks again and again whether a stream is done, for at most this long.
   Result poll(Handle stream, int64_t microseconds) const;
   // Waits until one of these events is done, at most this long; at first it asks without a pause.
@@ -123,6 +144,8 @@ class Context {
   // Makes streams wait for the present work on one, whatever they are.
   Result wait_now(Handle before, std::span<const Handle> after, Handle event) const;
   Result order_now(Handle before, Handle after, Handle event) const;
+  Result launch_ordered(Handle function, uint32_t blocks, uint32_t block_threads, void** params,
+                        Handle stream, std::span<const Accessed> arrays) const;
   Result copy_pieces(const std::vector<Piece>& pieces, Handle stream) const;
 
   const Driver& driver_;

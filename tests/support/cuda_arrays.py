@@ -47,10 +47,10 @@ def gpu() -> CudaDevice:
 
 
 @contextlib.contextmanager
-def open_array() -> Iterator[fw.Array]:
-    """64 int64 on such a GPU; the first lane's stream is held."""
+def open_array(rows: int = 64) -> Iterator[fw.Array]:
+    """Rows of an int64 on such a GPU; the first lane's stream is held."""
     device = gpu()
-    memory = fw.storage.Memory(np.zeros(64, np.int64))
+    memory = fw.storage.Memory(np.zeros(rows, np.int64))
     with device, fw.open(memory, "r+", "i8", device=device, cache="64 KiB") as x:
         fake().fake_hold(LANE)
         yield x

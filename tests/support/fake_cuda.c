@@ -639,6 +639,11 @@ CUresult cuStreamCreate(void** stream, unsigned flags) {
   *stream = (void*)(0x57 + 256 * streams++);
   return kSuccess;
 }
+CUresult cuStreamGetId(void* stream, unsigned long long* id) {
+  ENTER_CONTEXT;
+  *id = (unsigned long long)(intptr_t)stream;  // no handle comes again
+  return check_stream(stream);
+}
 CUresult cuStreamDestroy(void* stream) {
   ENTER_CONTEXT;
   return check_stream(stream);
@@ -970,6 +975,7 @@ static const struct {
     CALL(cuMemsetD8Async),
     CALL(cuStreamCreate),
     CALL(cuStreamDestroy),
+    CALL(cuStreamGetId),
     CALL(cuStreamQuery),
     CALL(cuStreamWaitEvent),
     CALL(cuStreamWaitValue32),

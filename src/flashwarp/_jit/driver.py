@@ -83,7 +83,7 @@ _INVALID_HANDLE = 400
 _NOT_READY = 600
 _CAPTURE_IMPLICIT = 906
 _FORKED = -1
-_CAPTURED = -2
+CAPTURED = -2
 
 ORDER_S = 60.0
 """The longest wait for the library's own stream before a launch into a capture."""
@@ -242,13 +242,13 @@ class Context:
     def __enter__(self) -> Context:
         if not self._open:
             raise ClosedError(f"cuda:{self.ordinal} is closed")
-        self._require(self.calls.enter() if self.usable else _FORKED, "cuCtxPushCurrent")
+        self.require(self.calls.enter() if self.usable else _FORKED, "cuCtxPushCurrent")
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.calls.exit()
 
-    def _require(self, result: int, name: str, doing: str = "") -> None:
+    def require(self, result: int, name: str, doing: str = "") -> None:
         """Raise what a call of the extension has returned, unless it succeeded."""
         if result == 0:
             return
@@ -291,6 +291,11 @@ class Context:
         self._require_open()
         return self._is_done(self.calls.event_done(event), "cuEventQuery")
 
+    def accesses_done(self, order: _native.Order) -> bool:
+        """Return whether all accesses of an array are over; raises as `stream_done` does."""
+        self._require_open()
+        return self._is_done(order.done(), "cuEventQuery")
+
     def wait_any(self, events: Sequence[int], seconds: float) -> None:
         """Wait until one of these events is done, or failed, but no longer than this."""
         self._require_open()
@@ -303,7 +308,7 @@ class Context:
     def _is_done(self, result: int, name: str) -> bool:
         if result == _NOT_READY:
             return False
-        self._require(result, name, f"waiting for cuda:{self.ordinal}")
+        self.require(result, name, f"waiting for cuda:{self.ordinal}")
         return True
 
     def _require_open(self) -> None:
@@ -317,20 +322,20 @@ class Context:
         """
         self._require_open()
         result = self.calls.order(before, after, event)
-        if result == _CAPTURED:
+        if result == CAPTURED:
             wait_until(functools.partial(self.stream_done, before), ORDER_S, f"stream {before:#x}")
             return
-        self._require(result, "cuStreamWaitEvent")
+        self.require(result, "cuStreamWaitEvent")
 
     def record(self, event: int, stream: int) -> None:
         """Move an event to the present end of a stream."""
         self._require_open()
-        self._require(self.calls.record(event, stream), "cuEventRecord")
+        self.require(self.calls.record(event, stream), "cuEventRecord")
 
     def fill(self, address: int, word: int, count: int, stream: int) -> None:
         """Queue the filling of device memory with `count` words of 32 bits."""
         self._require_open()
-        self._require(self.calls.fill(address, word, count, stream), "cuMemsetD32Async")
+        self.require(self.calls.fill(address, word, count, stream), "cuMemsetD32Async")
 
     # Copies on streams of their own, which are not being captured.
 
@@ -338,7 +343,7 @@ class Context:
         """Return what kind of memory is at an address."""
         self._require_open()
         result, kind = self.calls.memory(address)
-        self._require(result, "cuPointerGetAttribute")
+        self.require(result, "cuPointerGetAttribute")
         return Memory(kind)
 
     @property
@@ -366,22 +371,22 @@ class Context:
         result, _ = self.calls.copy_and_append(
             others, mark, list(pieces), begin, end.event, stream, end.entries, end.entry
         )
-        if result in (_CAPTURED, _CAPTURE_IMPLICIT):
+        if result in (CAPTURED, _CAPTURE_IMPLICIT):
             raise CaptureError(
                 "a copy cannot come after work that is being captured into a CUDA graph: copy "
                 "before or after the capture"
             )
-        self._require(result, "cuMemcpyAsync", f"copying on cuda:{self.ordinal}")
+        self.require(result, "cuMemcpyAsync", f"copying on cuda:{self.ordinal}")
 
     def wait_word(self, address: int, value: int, stream: int) -> None:
         """Make later work on a stream wait until a word in pinned memory is at least `value`."""
         self._require_open()
-        self._require(self.calls.wait_word(address, value, stream), "cuStreamWaitValue64")
+        self.require(self.calls.wait_word(address, value, stream), "cuStreamWaitValue64")
 
     def write_word(self, address: int, value: int, stream: int) -> None:
         """Store a word in pinned memory after the present work of a stream."""
         self._require_open()
-        self._require(self.calls.write_word(address, value, stream), "cuStreamWriteValue64")
+        self.require(self.calls.write_word(address, value, stream), "cuStreamWriteValue64")
 
     def wait_event(self, stream: int, event: int) -> None:
         """Make later work on a stream wait for an event."""
@@ -404,7 +409,7 @@ class Context:
     def wait_for_word(self, address: int, stream: int) -> None:
         """Make later work on a stream wait until a word of 32 bits is 1 or more."""
         self._require_open()
-        self._require(self.calls.wait_word32(stream, address, 1), "cuStreamWaitValue32")
+        self.require(self.calls.wait_word32(stream, address, 1), "cuStreamWaitValue32")
 
     # Captures into CUDA graphs.
 
@@ -414,16 +419,16 @@ class Context:
         if result == _CAPTURE_IMPLICIT:
             # The legacy default stream, which would join the capture of another stream.
             return 0
-        self._require(result, "cuStreamGetCaptureInfo")
+        self.require(result, "cuStreamGetCaptureInfo")
         return number if active else None
 
     def capture_call(self, stream: int, call: int, argument: int) -> None:
         """Make each replay call a C function beside what the stream queues next."""
-        self._require(self.calls.capture_call(stream, call, argument), "cuGraphAddHostNode")
+        self.require(self.calls.capture_call(stream, call, argument), "cuGraphAddHostNode")
 
     def capture_count(self, stream: int, graphs: _native.CudaGraphs) -> None:
         """Count the graph being captured in `graphs` for as long as it exists."""
-        self._require(self.calls.capture_count(stream, graphs), "cuGraphRetainUserObject")
+        self.require(self.calls.capture_count(stream, graphs), "cuGraphRetainUserObject")
 
     def releasing(self, name: str, handle: int) -> Callable[[], None]:
         """Return what releases a handle by a call, but not once the context cannot be used.
@@ -768,7 +773,7 @@ class Context:
         )
         if not result:
             return True
-        if result not in (_CAPTURED, _CAPTURE_IMPLICIT):
+        if result not in (CAPTURED, _CAPTURE_IMPLICIT):
             self.refuse_launch(result, kernel, blocks, threads, stream)
         return False
 
@@ -791,12 +796,12 @@ class Context:
         result, recorded = self.calls.launch_and_append(
             others, mark, kernel.handle, blocks, threads, params, stream, *end
         )
-        if result in (_CAPTURED, _CAPTURE_IMPLICIT):
+        if result in (CAPTURED, _CAPTURE_IMPLICIT):
             return False
         if result:
             self.refuse_launch(result, kernel, blocks, threads, stream)
         if recorded:
-            self._require(recorded, "cuEventRecord")
+            self.require(recorded, "cuEventRecord")
         return True
 
     def refuse_launch(
@@ -806,7 +811,7 @@ class Context:
         if result == _INVALID_HANDLE:
             self._refuse_foreign(stream)
         launching = f"kernel {kernel.name}, {blocks} blocks of {block_threads} threads"
-        self._require(result, "cuLaunchKernel", launching)
+        self.require(result, "cuLaunchKernel", launching)
 
     def _refuse_foreign(self, stream: int) -> None:
         """Raise ArgumentError if a stream is of another device."""

@@ -76,7 +76,7 @@ _OPERANDS = {"idx", "idx_or_slice", "values", "value"}
 
 
 def _locked(
-    method: Callable[Concatenate[Array, P], R],
+    method: Callable[Concatenate[Array, P], R], *, stores: bool = False
 ) -> Callable[Concatenate[Array, P], R]:
     """Serialise operations on the array, so that an error belongs to the call that raises it."""
     names = tuple(inspect.signature(method).parameters)[1:]
@@ -84,8 +84,7 @@ def _locked(
 
     @functools.wraps(method)
     def call(self: Array, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        # Before the lock, which another thread may have held when this process was forked.
-        self._check_usable()
+        self._come_behind(stores)
         given = list(args)
         for place in places:
             # Before the turn: if two threads each read the other's array in their own turn, both
@@ -100,6 +99,9 @@ def _locked(
         )
 
     return call
+
+
+_storing = functools.partial(_locked, stores=True)
 
 
 def _in_turn(
@@ -449,7 +451,14 @@ class Array(endings.Closing):
             "an array has no truth value: compare with None, ask for len(x), or for x[...].any()"
         )
 
-    def gather_async(self, idx: object, out: object = None, stream: object = None) -> Future[Any]:
+    def gather_async(
+        self,
+        idx: object,
+        out: object = None,
+        stream: object = None,
+        *,
+        ordered: bool = True,
+    ) -> Future[Any]:
         """Start copying rows ``self[idx]``, and return a future of them.
 
         Parameters
@@ -462,6 +471,9 @@ class Array(endings.Closing):
             GPU only: the read runs after the work that this stream has queued. Default: after the
             work on the current stream of the caller's library. In both cases it runs on a stream of
             the library's own, and only the streams given to `Future.wait_on` wait for it.
+        ordered : bool
+            False: the read may run before stores that were called before it, and after stores that
+            are called later.
 
         Returns
         -------
@@ -479,23 +491,22 @@ class Array(endings.Closing):
 
         Notes
         -----
-        Calls in flight run in any order, and so do calls of `gather` and `scatter` beside them. If
-        a read needs a write, wait for the write first, by `result` or `wait_on`. `flush`,
-        `drop_cache` and `close` wait for all calls made before. On the CPU device, calls run one
-        after the other in the background, and the lines of the next calls are fetched meanwhile.
+        A read sees the stores of all calls before it, asynchronous or not, and none of later ones;
+        reads overlap (docs/order.md). `flush`, `drop_cache` and `close` wait for all calls made
+        before. On the CPU device, calls run one after the other in the background, and the lines of
+        the next calls are fetched meanwhile.
 
         Examples
         --------
         >>> import flashwarp as fw, numpy as np
         >>> with fw.create("rows.npy", "float32", (1000, 64), device="cpu") as x:
         ...     written = x.scatter_async(slice(10, 12), 1.5)
-        ...     written.result()  # and meanwhile, something else
         ...     x.gather_async(np.array([11, 3])).result()[:, 0].tolist()
         [1.5, 0.0]
         """
         self._begin()
         self._need_axis()
-        return self._attachment.calls.make("gather", idx, out, stream)
+        return self._attachment.calls.make("gather", idx, out, stream, flag("ordered", ordered))
 
     def prefetch(self, idx_or_slice: object, stream: object = None) -> None:
         """Start fetching rows into the cache; does not wait for their data.
@@ -527,7 +538,7 @@ class Array(endings.Closing):
 
     # Writing.
 
-    @_locked
+    @_storing
     def scatter(self, idx: object, values: object, stream: object = None) -> None:
         """Store rows: ``self[idx] = values``.
 
@@ -564,7 +575,14 @@ class Array(endings.Closing):
         if stream is None:  # else it is lent to the stream
             source.release()
 
-    def scatter_async(self, idx: object, values: object, stream: object = None) -> Future[None]:
+    def scatter_async(
+        self,
+        idx: object,
+        values: object,
+        stream: object = None,
+        *,
+        ordered: bool = True,
+    ) -> Future[None]:
         """Start storing rows, ``self[idx] = values``, and return a future.
 
         Parameters
@@ -575,6 +593,9 @@ class Array(endings.Closing):
             As for `scatter`. Leave it unchanged until the future is done.
         stream : optional
             As for `gather_async`.
+        ordered : bool
+            Whether of two stores to a row the one that was called later wins, and reads see those
+            called before them. False: calls beside this one may run in any order with it.
 
         Returns
         -------
@@ -591,7 +612,7 @@ class Array(endings.Closing):
         self._need_writable()
         self._begin()
         self._need_axis()
-        return self._attachment.calls.make("scatter", idx, values, stream)
+        return self._attachment.calls.make("scatter", idx, values, stream, flag("ordered", ordered))
 
     def __setitem__(self, key: object, value: object) -> None:
         """Store as numpy does in an array in memory: with its broadcasting, casts and last value.
@@ -618,7 +639,7 @@ class Array(endings.Closing):
             return
         self._store(select(key, self.shape), value)
 
-    @_locked
+    @_storing
     def _store(self, chosen: Selection, value: object) -> None:
         self._need_writable()
         values = self._attachment.operands
@@ -890,6 +911,16 @@ class Array(endings.Closing):
         self.device.refuse_capture("this call", "make it before or after the capture")
         self._attachment.calls.wait()
         self._act(act)
+
+    def _come_behind(self, stores: bool) -> None:
+        """Let a load or store come behind the asynchronous calls before it; see `Calls`.
+
+        Checks first that the array can be used: before its turn, which another thread may have held
+        when this process was forked. Who is in the turn already has come behind them.
+        """
+        self._check_usable()
+        if not self.cache.turn._is_owned():  # type: ignore[attr-defined]
+            self._attachment.calls.come_behind(stores)
 
     def _check_usable(self) -> None:
         if self._attachment.closed:

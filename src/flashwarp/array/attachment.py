@@ -23,10 +23,11 @@ from flashwarp.array.copying import RangeCopies
 from flashwarp.array.failures import Failures
 from flashwarp.array.launcher import Launcher
 from flashwarp.array.operands import Operands
+from flashwarp.array.order import Order
 from flashwarp.array.rows import RowFormat
 from flashwarp.array.tensors import tensor_calls
 from flashwarp.cache.cache import Cache
-from flashwarp.device import Launch
+from flashwarp.device import CudaDevice, Launch
 from flashwarp.errors import CaptureError, DeviceError, DeviceTimeout, FlashwarpError, StorageError
 from flashwarp.nvme import Controller, Destination
 from flashwarp.stats import Stats
@@ -99,6 +100,7 @@ class Attachment(endings.NotCopied):
         self._owns_cache = owns_cache
         self._release_storage = release_storage
         self._fault_noted = False
+        self._gave_up = False  # on asynchronous calls, whose time is up
         self._streams: set[int] = set()
         # Whether there may be launches for whose end no call has waited.
         self._noted_late = cache.device.kind != "cpu"
@@ -121,6 +123,9 @@ class Attachment(endings.NotCopied):
             self._failures = Failures(service, storage.path, format.shape)
             self.launcher = Launcher(volume, service, format)
             made.callback(self.launcher.let_go)
+            if writable and isinstance(cache.device, CudaDevice):
+                self.launcher.order = Order(cache.device)
+                made.callback(self.launcher.order.close)
             if not self.launcher.on_cpu:
                 self.launcher.copies = RangeCopies(
                     volume, service, storage, format.row_bytes, writable=writable
@@ -232,7 +237,10 @@ class Attachment(endings.NotCopied):
             endings.holding((self.cache.turn,), take)
 
     def idle_streams(self) -> None:
-        """Wait for all streams of callers on which the array has work."""
+        """Wait for the array's accesses on streams, and for all streams that callers named."""
+        order = self.launcher.order
+        if order is not None and not self._gave_up:
+            order.wait(time_limit_s())
         for stream in list(self._streams):
             self.device.synchronize(stream, timeout_s=time_limit_s())
             self._streams.discard(stream)
@@ -392,6 +400,7 @@ class Attachment(endings.NotCopied):
             return None
         if self._owns_cache and self.cache._serves_besides(self.launcher.volume):
             self._owns_cache = False  # it is freed when the last of the others has lost it
+        self._gave_up = late is not None
         failure = self._settle()
         if self.launcher.graphs.count:
             # The interpreter ends. A replay may still run, so nothing is freed.
@@ -445,6 +454,8 @@ class Attachment(endings.NotCopied):
                 return failure or error
         self.launcher.service.stop()
         self.launcher.let_go()
+        if self.launcher.order is not None:
+            self.launcher.order.close()
         if failure is not None and not self._owns_cache and alive:
             self._forget_lines(failure)
         cache.detach(volume)

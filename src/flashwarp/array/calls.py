@@ -109,6 +109,7 @@ class _Call:
     fetching: bool = False
     lane: _Lane | None = None
     tensors: tuple[int, int, int, int] | None = None  # for `Launcher.gather_launch`
+    ordered: bool = True  # behind what it conflicts with, and before what follows
     quick: bool = False  # whether `Device.end_calls` may end it, with this result
     result: Any = None
 
@@ -117,7 +118,7 @@ class _Call:
         return f"{self.verb}_async"
 
     def start(self, launcher: Launcher, stream: int | None, end: End | None = None) -> None:
-        launcher.move(self.verb, self.chosen, self.rows.address, stream, end)
+        launcher.move(self.verb, self.chosen, self.rows.address, stream, end, ordered=False)
 
     def finish(self, stream: object) -> Any:
         return self.rows.finish(stream) if self.verb == "gather" else None
@@ -210,12 +211,14 @@ class Calls:
 
     # Making calls.
 
-    def make(self, verb: Verb, idx: object, operand: object, stream: object) -> Future[Any]:
+    def make(
+        self, verb: Verb, idx: object, operand: object, stream: object, ordered: bool
+    ) -> Future[Any]:
         """Start a call; see `Array.gather_async` and `Array.scatter_async`."""
         if verb == "gather" and self._tensors is not None:
             found: Any = self._tensors.operands(idx, operand, stream)
             if found is not None:
-                return self._make_short(idx, *found)
+                return self._make_short(idx, ordered, *found)
         chosen = self._operands.choose(idx)
         library = self._operands.place_of(chosen)[1]
         gather = verb == "gather"
@@ -230,7 +233,7 @@ class Calls:
             self, rows.array if gather else None, on_host=gather and rows.held is not None
         )
         lines = self._launcher.lines_of(chosen) if gather and self._launcher.on_cpu else 0
-        call = _Call(verb, chosen, rows, after, future, lines)
+        call = _Call(verb, chosen, rows, after, future, lines, ordered=ordered)
         if len(chosen) * self._launcher.format.row_bytes:
             call.quick = not self._launcher.on_cpu and rows.held is None and not _copied(chosen)
             call.result = rows.array if gather else None
@@ -241,14 +244,19 @@ class Calls:
         return future
 
     def _make_short(
-        self, idx: object, out: Any, stream: int, which: tuple[int, int, int, int]
+        self,
+        idx: object,
+        ordered: bool,
+        out: Any,
+        stream: int,
+        which: tuple[int, int, int, int],
     ) -> Future[Any]:
         """Start a gather whose operands are tensors."""
         indices, count, index_bytes, address = which
         index = Index(indices, (count,), index_bytes, "torch", idx, checked=False)
         rows = Rows(address, out, None, "torch")
         future: Future[Any] = Future(self, out, on_host=False)
-        call = _Call("gather", index, rows, (stream,), future, tensors=which)
+        call = _Call("gather", index, rows, (stream,), future, tensors=which, ordered=ordered)
         call.quick, call.result = True, out
         self._submit(call)
         return future
@@ -368,22 +376,15 @@ class Calls:
         return lane
 
     def _launch(self, call: _Call, lane: _Lane, queue: _Queue) -> None:
-        stream = queue.stream.handle
-        self._launcher.volume.cache.streams.add(stream)
+        self._launcher.volume.cache.streams.add(queue.stream.handle)
         lane.marked = True
-        end = End(lane.event.handle, queue.calls, call)
+        start = functools.partial(self._start, call, lane, queue)
         try:
-            if call.tensors is not None:
-                launch, params = lane.launcher.gather_launch(*call.tensors)
-                lane.launcher.wake()
-                if not launch.append_after((params,), (*call.after,), stream, end):
-                    self._refuse_capture(call.verb, call.after)
-                    raise CaptureError("a stream of the library's is being captured")
-                self._launcher.moved.add(call.tensors[1])
-                return
-            for before in call.after:
-                self._operands.device.order(before, queue.stream)
-            call.start(lane.launcher, stream, end)
+            if call.ordered:
+                stores = call.verb == "scatter"
+                self._launcher.ordered(stores, queue.stream.handle, call.chosen, start)
+            else:
+                start()
         except DeviceError:
             if call not in queue.calls:
                 self._spoil(call, lane, queue)
@@ -393,6 +394,21 @@ class Calls:
         except BaseException:
             self._spoil(call, lane, queue)
             raise
+
+    def _start(self, call: _Call, lane: _Lane, queue: _Queue) -> None:
+        stream = queue.stream.handle
+        end = End(lane.event.handle, queue.calls, call)
+        if call.tensors is None:
+            for before in call.after:
+                self._operands.device.order(before, queue.stream)
+            call.start(lane.launcher, stream, end)
+            return
+        launch, params = lane.launcher.gather_launch(*call.tensors)
+        lane.launcher.wake()
+        if not launch.append_after((params,), (*call.after,), stream, end):
+            self._refuse_capture(call.verb, call.after)
+            raise CaptureError("a stream of the library's is being captured")
+        self._launcher.moved.add(call.tensors[1])
 
     def _spoil(self, call: _Call, lane: _Lane, queue: _Queue) -> None:
         # A check of its indices may run, and note strays in the lane.
@@ -634,6 +650,22 @@ class Calls:
             if waited.look() < limit_s:
                 continue
             raise DeviceTimeout(f"asynchronous calls of the array did not end in {limit_s:g} s")
+
+    def come_behind(self, stores: bool) -> None:
+        """Wait on the CPU device for the calls in flight that a load, or a store, comes behind.
+
+        On a GPU the array's order makes its stream wait. Blocks; a callback runs them itself.
+        """
+        if not self._launcher.on_cpu or not any(self._all):
+            return
+        futures = [
+            call.future
+            for calls in self._all
+            for call in [*calls]
+            if call.ordered and (stores or call.verb == "scatter")
+        ]
+        while not self.wait_for(futures, STEP_MAX_S):
+            pass  # launches on the CPU device have their own limits
 
     def hold_stream(self, future: Future[Any], stream: object) -> None:
         """Make a stream wait for the call; see `Future.wait_on`."""

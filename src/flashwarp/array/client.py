@@ -117,6 +117,9 @@ class _Calls(_Owners):
     def wait(self) -> None:
         """Wait for nothing."""
 
+    def come_behind(self, stores: bool) -> None:
+        """Wait for nothing: calls end before they return."""
+
 
 class _File(_Owners):
     """Stands for the storage, which the owner has open."""
@@ -138,6 +141,7 @@ class ClientLauncher(_Owners):
     """
 
     copies = None
+    order = None
 
     def __init__(
         self,

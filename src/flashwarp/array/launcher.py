@@ -11,7 +11,7 @@ import functools
 import struct
 import threading
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from flashwarp._jit.driver import End
 from flashwarp.array.copying import RangeCopies
 from flashwarp.array.deferral import NOT_DEFERRED, Deferral, Deferred
 from flashwarp.array.operands import Index
+from flashwarp.array.order import Order, in_order
 from flashwarp.array.rows import (
     SUBMIT_MEMBERS,
     ArrayStruct,
@@ -40,6 +41,8 @@ from flashwarp.nvme import Service
 __all__ = ["Counting", "Launcher", "Verb", "Watcher"]
 
 Verb: TypeAlias = Literal["gather", "scatter", "stream"]
+T = TypeVar("T")
+
 Watcher: TypeAlias = Callable[[npt.NDArray[np.int64], int], None]
 
 Counting: TypeAlias = tuple[int, int, int]
@@ -108,6 +111,9 @@ class Launcher:
         Counts the CUDA graphs that contain launches of the array.
     copies : RangeCopies or None
         Chooses which ranges are read by copy engines; None: warps or threads read all.
+    order : Order or None
+        The order of loads and stores on streams; None: nothing stores, or launches end before they
+        return.
     """
 
     def __init__(self, volume: Volume, service: Service, format: RowFormat) -> None:  # noqa: A002
@@ -121,6 +127,7 @@ class Launcher:
         self.in_order = False
         self.moved = _native.Moved()
         self.copies: RangeCopies | None = None
+        self.order: Order | None = None
         self.graphs = _native.CudaGraphs()
         self._capture: int | None = None  # that `graphs` has counted last
         self._wake_call: _native.WakeCall | None = None
@@ -164,7 +171,23 @@ class Launcher:
         made.watchers = self.watchers
         made.moved = self.moved
         made.copies = self.copies
+        made.order = self.order
         return made
+
+    def ordered(
+        self, stores: bool, stream: int | None, chosen: range | Index, queue: Callable[[], T]
+    ) -> T:
+        """Queue an access to chosen rows by calling `queue`, in the order of accesses.
+
+        Of an index all rows count: the host need not know it.
+        """
+        if self.order is None:
+            return queue()
+        if not isinstance(chosen, range):
+            return self.order.call(stream, stores, queue)
+        begin, end = self._bytes(chosen)
+        line = self.volume.cache.line_bytes
+        return self.order.call(stream, stores, queue, (begin // line, -(-end // line)))
 
     # Rows.
 
@@ -337,12 +360,18 @@ class Launcher:
         end: End | None = None,
         counting: Counting | None = None,
         sms: int | None = None,
+        *,
+        ordered: bool = True,
     ) -> None:
         """Launch the copying of chosen rows; those of a range lie back to back.
 
         On a GPU at most `sms` multiprocessors copy; default: as many as all rows can use. Copy
-        engines read long ranges, past the cache.
+        engines read long ranges, past the cache. Without `ordered`, the caller orders it.
         """
+        if ordered and self.order is not None:
+            again = functools.partial(self.move, ordered=False)
+            act = functools.partial(again, verb, chosen, buffer, stream, end, counting, sms)
+            return self.ordered(verb == "scatter", stream, chosen, act)
         self.moved.add(len(chosen))
         if self.watchers:
             self._show_rows(chosen, counting)
@@ -350,21 +379,21 @@ class Launcher:
         if copies is not None and isinstance(chosen, range) and copies.takes(chosen, stream):
             if copies.writable:
                 self.maintain("flush_lines", chosen=chosen, stream=stream)
-            copies.read(chosen, buffer, stream, end)
-            return
+            return copies.read(chosen, buffer, stream, end)
         strays = 0
         if verb == "scatter" and isinstance(chosen, Index) and not chosen.checked:
             strays = self._word_for_strays(stream)
             self.volume.cache.device.clear(strays, 4, stream)
             params = self._row_params(chosen, 0, 1, strays)
             self._start("check_indices", params, self._warps(len(chosen)), stream)
-        self._start_rows(verb, chosen, buffer, stream, None, strays, end, counting, sms)
+        return self._start_rows(verb, chosen, buffer, stream, None, strays, end, counting, sms)
 
     def prefetch(
         self, chosen: range | Index, stream: int | None = None, warps: int | None = None
     ) -> None:
         """Launch the prefetch of chosen rows; default: warps for all of them."""
-        self._start_rows("prefetch", chosen, 0, stream, warps)
+        start = functools.partial(self._start_rows, "prefetch", chosen, 0, stream, warps)
+        self.ordered(False, stream, chosen, start)
 
     def update(
         self,
@@ -380,7 +409,9 @@ class Launcher:
         row, batch = self.format.row_bytes, self._batch_of(count)
         params = self._pack(ids, count, 8, buffer, row, batch, 0, NOT_DEFERRED) + tail
         self._start("sum_gradients", sums, self._warps(count, batch), stream)
-        self._start("update_rows", params, min(warps, self._warps(count, batch)), stream)
+        useful = min(warps, self._warps(count, batch))
+        start = functools.partial(self._start, "update_rows", params, useful, stream)
+        in_order([(self, True)], stream, start)
 
     @property
     def lines_per_row(self) -> int:

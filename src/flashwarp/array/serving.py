@@ -96,6 +96,7 @@ class _Export:
             own = self._attachment.launcher
             rows = RowFormat(_BYTES, (self.nbytes // row_bytes, row_bytes))
             found = self._launchers[row_bytes] = Launcher(own.volume, own.service, rows)
+            found.order = own.order
         return found
 
     def let_go(self) -> None:

@@ -10,6 +10,7 @@ batched copies. Warps pull what is left: `PullWay`.
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from flashwarp.pipeline.ways import PullWay
 
 __all__ = ["CopyWay"]
 
+Pieces: TypeAlias = tuple[Numbers, Numbers, Numbers]
+"""Targets, sources and bytes."""
+
 # A batched copy of pieces of 64 KiB fills the link; one of 16 KiB reaches half of it.
 _PIECE_BYTES_MIN = 64 << 10
 
@@ -38,8 +42,6 @@ class CopyWay(PullWay):
         self._out: OwnedStream = self._device.create_stream()
         storage, row_bytes = array._attachment.storage, array._format.row_bytes
         self._copies = RowCopies(self._device, storage, row_bytes)
-        # Whether later batches must come after writes of the one and of the other stream.
-        self._copied = self._scattered = False
 
     def place(self, ids: object) -> tuple[range | Index, str]:
         long_rows = self.array._format.row_bytes >= _PIECE_BYTES_MIN
@@ -48,55 +50,50 @@ class CopyWay(PullWay):
         return super().place(ids)
 
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
-        self._after_copies()
         if not _by_copies(chosen):
             super().read(chosen, buffer, stream, ticket)
             return
-        self._begin(stream, self._side)
         rows, places, nbytes = self._pieces(chosen)
-        self._copy(buffer.address + places, rows, nbytes, self._side, ticket)
-        self._end(ticket, self._side)
+        self._copy(chosen, (buffer.address + places, rows, nbytes), self._side, stream, ticket)
 
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
         if not _by_copies(chosen):
-            self._after_copies()
             super().write(chosen, rows, stream, ticket)
-            self._scattered = ticket.capture is None
             return
         source = self.array._attachment.operands.source(rows, chosen)
         ticket.operands = (ticket.operands, source)
-        if self._scattered:
-            self._device.order(self._side.handle, self._out.handle)
-            self._scattered = False
-        self._begin(stream, self._out)
         places, at, nbytes = self._pieces(chosen)
-        self._copy(places, source.address + at, nbytes, self._out, ticket)
-        _maintain(self.array, ("invalidate_lines", "drop_tier"), self._out)
-        self._end(ticket, self._out)
-        self._copied = True
+        pieces = places, source.address + at, nbytes
+        self._copy(chosen, pieces, self._out, stream, ticket)
 
-    def _after_copies(self) -> None:
-        """Let later batches come after what was written by copies."""
-        if self._copied:
-            self._device.order(self._out.handle, self._side.handle)
-            self._copied = False
-
-    def _begin(self, stream: int, own: OwnedStream) -> None:
-        """Let copies come after the caller's work so far, and after the write-back of lines."""
+    def _copy(
+        self,
+        chosen: range | Index,
+        pieces: Pieces,
+        own: OwnedStream,
+        stream: int,
+        ticket: Ticket,
+    ) -> None:
+        """Queue copies on a stream of ours, after the caller's work so far."""
         self._refuse_capture(
             stream,
             "the host chooses the pieces that copy engines move (give the ids as an array on the "
             "GPU, and warps pull the rows)",
         )
         self._device.order(stream, own.handle)
+        ticket.way = "copies"
+        queue = partial(self._queue_copies, pieces, own)
+        launcher = self.array._attachment.launcher
+        launcher.ordered(own is self._out, own.handle, chosen, queue)
+        self._end(ticket, own)
+
+    def _queue_copies(self, pieces: Pieces, own: OwnedStream) -> None:
+        """Write dirty lines back, and copy; after copies to the storage no line is left."""
         if self.array.writable:
             _maintain(self.array, ("flush_lines",), own)
-
-    def _copy(
-        self, targets: Numbers, sources: Numbers, nbytes: Numbers, own: OwnedStream, ticket: Ticket
-    ) -> None:
-        ticket.way = "copies"
-        self._copies.queue(targets, sources, nbytes, own.handle)
+        self._copies.queue(*pieces, own.handle)
+        if own is self._out:
+            _maintain(self.array, ("invalidate_lines", "drop_tier"), own)
 
     def _pieces(self, chosen: range | Index) -> tuple[Numbers, Numbers, Numbers]:
         return self._copies.pieces(

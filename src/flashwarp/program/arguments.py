@@ -33,7 +33,7 @@ from flashwarp.errors import (
 from flashwarp.file.kernel_file import KernelFile
 from flashwarp.pipeline.device_calls import DeviceCalls
 
-__all__ = ["Launch", "Param", "arrays_of", "parse_signature"]
+__all__ = ["Launch", "Param", "accesses_of", "parse_signature"]
 
 
 class Launch:
@@ -166,7 +166,7 @@ class _ArrayParam(Param):
 
     @property
     def kind(self) -> str:
-        return "array"
+        return "const array" if self.constant else "array"
 
     def pack(self, argument: object, launch: Launch) -> bytes:
         if not isinstance(argument, Array):
@@ -253,14 +253,17 @@ def _whole(param: Param, handle: bytes) -> bytes:
     return handle
 
 
-def arrays_of(arguments: Sequence[object]) -> list[Array]:
-    """Return the arrays among the arguments of a launch, and those behind files."""
-    found: list[Array] = []
-    for argument in arguments:
+def accesses_of(params: Sequence[Param], arguments: Sequence[object]) -> list[tuple[Array, bool]]:
+    """Return the arrays among the arguments of a launch, and those behind files.
+
+    With each comes whether the kernel may store to it.
+    """
+    found: list[tuple[Array, bool]] = []
+    for param, argument in zip(params, arguments, strict=True):
         if isinstance(argument, Array):
-            found.append(argument)
+            found.append((argument, isinstance(param, _ArrayParam) and not param.constant))
         elif isinstance(argument, KernelFile):
-            found.append(argument.array)
+            found.append((argument.array, argument.array.writable))
     return found
 
 

@@ -17,12 +17,13 @@ from flashwarp._jit import spelling
 from flashwarp._jit.compiler import INCLUDE_DIR, KernelResources, Source
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.array.array import Array
+from flashwarp.array.order import in_order
 from flashwarp.cache.cache import Cache
 from flashwarp.config import integer
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, CompileError
 from flashwarp.policy import CLOCK, Policy, resolve_policy
-from flashwarp.program.arguments import Launch, arrays_of, parse_signature
+from flashwarp.program.arguments import Launch, accesses_of, parse_signature
 from flashwarp.storage import files
 
 __all__ = ["Kernel", "KernelResources", "Program", "compile", "get_include"]
@@ -289,12 +290,14 @@ class Kernel(endings.NotCopied):
         if short is not None and short.launch(arguments, warps, block_threads, stream):
             return
         prepared = self._prepare(warps, block_threads)
-        arrays = arrays_of(arguments)
-        caches = {array.cache for array in arrays}
+        accesses = accesses_of(self._params, arguments)
+        for array, stores in accesses:
+            array._come_behind(stores)
+        caches = {array.cache for array, _ in accesses}
         self._check_policies(caches)
         # All launches take turns in one order, so that two never wait for each other.
         ordered = sorted(caches, key=id)
-        launch_in_turn = functools.partial(self._launch, prepared, arguments, arrays, stream)
+        launch_in_turn = functools.partial(self._launch, prepared, arguments, accesses, stream)
         packed = endings.holding([cache.turn for cache in ordered], launch_in_turn)
         if short is not None:
             short.learn(arguments, packed, warps, block_threads, prepared)
@@ -311,7 +314,7 @@ class Kernel(endings.NotCopied):
         self,
         prepared: devices.Launch,
         arguments: Sequence[object],
-        arrays: Sequence[Array],
+        accesses: Sequence[tuple[Array, bool]],
         stream: object,
     ) -> tuple[bytes, ...]:
         """Launch in the turns of the arrays' caches; return the bytes of the parameters."""
@@ -320,9 +323,11 @@ class Kernel(endings.NotCopied):
         packed = tuple(param.pack(argument, launch) for param, argument in pairs)
         uses: list[object] = []
         try:
-            for array in arrays:
+            for array, _ in accesses:
                 uses += array._join_launch(stream)
-            launch.run(prepared, packed, uses)
+            launchers = [(array._attachment.launcher, stores) for array, stores in accesses]
+            run = functools.partial(launch.run, prepared, packed, uses)
+            in_order(launchers, launch.handle, run)
         finally:
             # A kept exception keeps this frame. That must not keep the arrays' files open.
             uses.clear()

@@ -13,17 +13,21 @@ import enum
 import functools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.array.operands import Index
+from flashwarp.array.order import in_order
 from flashwarp.device import DeviceMemory, Launch
 from flashwarp.errors import ArgumentError, ClosedError, FlashwarpError
 from flashwarp.table.structs import LookupParams, LookupTableStruct, TableScalesStruct
 
 __all__ = ["Bags", "Ids", "Lookup", "Number", "Pooling", "Scales", "Table", "Weights"]
+
+T = TypeVar("T")
 
 # Lanes of a warp on a GPU, and bytes that a lane loads at a time.
 _LANES = 32
@@ -371,7 +375,7 @@ class Lookup:
     def _gather(self, ids: Ids, out: int, stream: int | None) -> None:
         """Copy whole rows as they are stored, as a gather of the array does."""
         if ids.count:
-            self._arrays[0]._check_usable()  # before the turn, see `_pack`
+            self._arrays[0]._come_behind(False)
             act = functools.partial(self._gather_in_turn, ids, out, stream)
             endings.holding(self._turns, act)
 
@@ -406,7 +410,8 @@ class Lookup:
             streams.add(stream)
         launched = False
         try:
-            launched = launch.after_own((params,), stream)
+            queue = functools.partial(launch.after_own, (params,), stream)
+            launched = self._in_order(stream, queue)
         except FlashwarpError:
             _forget(fresh, stream)  # which may not exist
             raise
@@ -416,6 +421,11 @@ class Lookup:
         for each in attachments:
             each.note_stream(stream)
         return True
+
+    def _in_order(self, stream: int | None, queue: Callable[[], T]) -> T:
+        return in_order(
+            [(array._attachment.launcher, False) for array in self._arrays], stream, queue
+        )
 
     def _join(self, stream: int) -> None:
         """Prepare for launches on a stream that may be in a capture."""
@@ -454,7 +464,7 @@ class Lookup:
     ) -> bytes:
         """Return the bytes of `LookupParams`; raises if an array cannot be used."""
         for array in self._arrays:
-            array._check_usable()  # before the turn, which a thread of a parent may have held
+            array._come_behind(False)
         ahead = self._ids_ahead() if self._on_cpu else 0
         factors = (0, Number.FLOAT32) if weights is None else (weights.address, weights.number)
         return self._members + _CALL.pack(
@@ -509,7 +519,7 @@ class Lookup:
             if stream is None or not self._launched(launch, params, stream):
                 if stream is not None:
                     self._join(stream)
-                launch((params,), stream, uses)
+                self._in_order(stream, functools.partial(launch, (params,), stream, uses))
         finally:
             # A kept exception keeps this frame. That must not keep the arrays' files open.
             uses.clear()

@@ -198,6 +198,7 @@ class RowUpdate:
         BoundsError
             In the same way, if an id is negative or too large. All other rows are updated.
         """
+        self.array._come_behind(True)
         turn = functools.partial(self._launch_in_turn, step, rates, stream)
         endings.holding((self.array.cache.turn,), turn)
 

@@ -11,6 +11,7 @@ from numba.cuda import types
 
 from flashwarp import endings
 from flashwarp.array.array import Array
+from flashwarp.array.order import in_order
 from flashwarp.device import CudaDevice
 from flashwarp.errors import ArgumentError
 from flashwarp.file.kernel_file import KernelFile
@@ -110,7 +111,8 @@ class _Launcher:
 
     def __call__(self, *args: Any) -> None:
         arrays = [arg.array if isinstance(arg, KernelFile) else arg for arg in args]
-        caches = {array.cache for array in arrays if isinstance(array, Array)}
+        arrays = [array for array in arrays if isinstance(array, Array)]
+        caches = {array.cache for array in arrays}
         policies = {cache.policy.name for cache in caches}
         if len(policies) > 1:
             raise ArgumentError(
@@ -119,10 +121,14 @@ class _Launcher:
             )
         # In one order everywhere, so that two launches never wait for each other.
         turns = [cache.turn for cache in sorted(caches, key=id)]
-        endings.holding(turns, partial(self._launch, *args))
+        # A kernel's type does not say whether it stores to an array that it may store to.
+        accesses = [(array._attachment.launcher, array.writable) for array in arrays]
+        stream = _handle(getattr(self._launch, "stream", 0))
+        launch = partial(in_order, accesses, stream, partial(self._launch, *args))
+        endings.holding(turns, launch)
         calls = next((arg for arg in args if isinstance(arg, DeviceCalls)), None)
         if calls is not None:
-            calls.device.note_served(_handle(getattr(self._launch, "stream", 0)))
+            calls.device.note_served(stream)
 
 
 _REGISTER_LIMIT = {"max_registers": 64}

@@ -1,0 +1,106 @@
+"""The order of stores and loads of one array on a GPU: see docs/order.md.
+
+Every access of a writable array leaves a mark in its stream, and comes behind the marks of the
+accesses before that it conflicts with. `native/cuda/order.h` has the marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol, TypeVar
+
+from flashwarp import _native
+from flashwarp._jit.driver import CAPTURED, wait_until
+from flashwarp.device import CudaDevice
+from flashwarp.errors import ArgumentError, CaptureError
+
+__all__ = ["ALL_LINES", "Order", "in_order"]
+
+ALL_LINES = (0, (1 << 64) - 1)
+
+T = TypeVar("T")
+
+# CUresult: no such context or handle, and a context that was destroyed.
+_NO_STREAM = (201, 400, 709)
+
+
+class Ordered(Protocol):
+    """What has an order of accesses, as the launches of an array."""
+
+    order: Order | None
+
+
+def in_order(
+    accesses: Iterable[tuple[Ordered, bool]], stream: int | None, queue: Callable[[], T]
+) -> T:
+    """Queue one access to several arrays by calling `queue`, in the order of each.
+
+    Each access says whether it stores.
+    """
+    for array, stores in accesses:
+        if array.order is not None:
+            queue = partial(array.order.call, stream, stores, queue)
+    return queue()
+
+
+class Order:
+    """The order of the accesses of one array. Any thread may use it.
+
+    Attributes
+    ----------
+    native : _native.Order
+        For the extension's own launches.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._context = device.context
+        self._own = device.own_stream()
+        self.native = _native.Order(device.context.calls)
+
+    def call(
+        self,
+        stream: int | None,
+        stores: bool,
+        queue: Callable[[], T],
+        lines: tuple[int, int] = ALL_LINES,
+    ) -> T:
+        """Queue an access by calling `queue`, in its order; None is the library's own stream.
+
+        It touches `lines`, from the first one up to the second one.
+
+        Raises
+        ------
+        CaptureError
+            If the stream is in a capture, and an access outside of it that comes before is not
+            over; nothing was queued then.
+        ArgumentError
+            If the stream does not exist, or its context does not any more.
+        """
+        handle = self._own if stream is None else stream
+        return self.native.call(handle, stores, *lines, queue, self._refuse)
+
+    def _refuse(self, result: int, stream: int) -> None:
+        if result == CAPTURED:
+            raise CaptureError(
+                "the array is loaded from or stored to on another stream, outside of the capture, "
+                "and no graph can wait for that: synchronize that stream before the capture"
+            )
+        if result in _NO_STREAM:
+            raise ArgumentError(
+                f"stream {stream:#x} does not exist on cuda:{self._context.ordinal}, or its "
+                "context was destroyed: give a stream of this process that is open"
+            )
+        self._context.require(result, "ordering the accesses of an array")
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until all accesses so far are over; raises DeviceTimeout, or what one failed."""
+        wait_until(self._done, timeout_s, "loads and stores of an array on streams")
+
+    def _done(self) -> bool:
+        return self._context.accesses_done(self.native)
+
+    def close(self) -> None:
+        """Release the marks. Nothing may access the array any more."""
+        if self._context.usable:
+            self.native.close()
