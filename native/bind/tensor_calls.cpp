@@ -46,6 +46,28 @@ uint64_t next_number() {
   return numbers.fetch_add(1, std::memory_order_relaxed);
 }
 
+// No two launches that run at a time have one number. Device code has 41 bits for it.
+uint64_t launch_number() {
+  static std::atomic<uint64_t> numbers{1};
+  return numbers.fetch_add(1, std::memory_order_relaxed) & ((uint64_t{1} << 41) - 1);
+}
+
+// How a launch uses the list of misses, `cache::list_use`, as the last member of its parameters.
+struct ListUse {
+  uint64_t list, launch;
+  uint32_t blocks, batch;
+};
+
+// Gives a launch that defers its misses a number of its own.
+void renumber(std::vector<uint8_t>& params) {
+  ListUse use;
+  uint8_t* const place = params.data() + params.size() - sizeof use;
+  std::memcpy(&use, place, sizeof use);
+  if (use.list == 0) return;
+  use.launch = launch_number();
+  std::memcpy(place, &use, sizeof use);
+}
+
 }  // namespace
 
 Prepared::Prepared(nb::object made) : launch(std::move(made)) {
@@ -263,8 +285,7 @@ TensorCalls::PreparedRows& TensorCalls::prepared(Verb verb, const Operands& oper
   const nb::bytes params(made[1]);
   fresh.params.assign(params.c_str(), params.c_str() + params.size());
   if (prepared_.size() >= kPreparedMax) prepared_.clear();
-  // Key 0 is of no call: what cannot be used again lies there.
-  return prepared_[nb::cast<bool>(made[2]) ? key : 0] = std::move(fresh);
+  return prepared_[key] = std::move(fresh);
 }
 
 // Launches, and returns false if the stream is being captured. In the turn.
@@ -274,6 +295,7 @@ bool TensorCalls::launched(Verb verb, const Operands& operands, bool on_stream, 
   // No code of Python runs from here to the launch, so no signal handler makes another call.
   const uint64_t own[kOwnMembers] = {operands.indices, operands.count, operands.rows};
   std::memcpy(found.params.data() + own_members_at_, own, sizeof own);
+  renumber(found.params);
   const nb::object stream = nb::cast(operands.stream);
   const bool known = note_stream(stream);
   void* params[] = {found.params.data()};
@@ -312,6 +334,7 @@ void bind_tensor_calls(nanobind::module_& m) {
       .def("add", &Moved::add, nb::arg("rows"))
       .def_prop_ro("calls", [](const Moved& moved) { return moved.calls.load(); })
       .def_prop_ro("rows", [](const Moved& moved) { return moved.rows.load(); });
+  m.def("launch_number", &fw::native::launch_number);
   nb::class_<Launching>(m, "Launching")
       .def(nb::init<nb::object, uintptr_t, uintptr_t, int>(), nb::arg("context"), nb::arg("own"),
            nb::arg("mark"), nb::arg("ordinal"));

@@ -24,6 +24,7 @@ def service(**facts: Any) -> Any:
     given = {
         "plain_reads": False,
         "makes_warps_wait": True,
+        "waits_for_disk": False,
         "namespace_count": 1,
         "queues": SimpleNamespace(count=1, depth=slots),
     }
@@ -32,7 +33,8 @@ def service(**facts: Any) -> Any:
 
 def deferral(facts: Any, address: int | None = LIST) -> Deferral:
     held = None if address is None else SimpleNamespace(address=address)
-    cache = SimpleNamespace(device=SimpleNamespace(warps_at_once=WARPS))
+    device = SimpleNamespace(block_threads_for=lambda warps: 32 * min(8, -(-warps // 132)))
+    cache = SimpleNamespace(device=device)
     return Deferral(SimpleNamespace(misses=held, cache=cache), facts)  # type: ignore[arg-type]
 
 
@@ -52,6 +54,8 @@ def blocks_of(facts: Any, address: int | None = LIST) -> int:
         (service(slots=1024), 4),
         (service(slots=2), 1),
         (service(namespace_count=16), 32),
+        (service(waits_for_disk=True), 2),
+        (service(waits_for_disk=True, namespace_count=16), 32),
         (service(plain_reads=True), 0),
         (service(makes_warps_wait=False), 0),
     ],
@@ -60,33 +64,17 @@ def test_storage_decides_how_many_blocks_drain(facts: Any, blocks: int) -> None:
     assert blocks_of(facts) == blocks
 
 
-@pytest.mark.parametrize(
-    ("items", "warps", "batch", "defers"),
-    [
-        (1 << 17, WARPS, 32, True),
-        ((1 << 17) - 1, WARPS, 32, False),
-        # Fewer than the GPU runs.
-        (1 << 20, WARPS - 1, 32, False),
-    ],
-)
-def test_small_launches_defer_nothing(items: int, warps: int, batch: int, defers: bool) -> None:
-    found = deferral(service()).of(items, warps, batch)
-
-    assert (found != NOT_DEFERRED) == defers
-
-
-@pytest.mark.parametrize(
-    ("items", "batch", "defers"),
-    [(2048, 32, True), (2047, 32, False), (127, 2, False), (128, 2, True)],
-)
-def test_drain_blocks_that_are_asked_for_have_enough_to_take(
-    monkeypatch: pytest.MonkeyPatch, items: int, batch: int, defers: bool
+@pytest.mark.parametrize(("blocks", "warps"), [(2, 8), (8, 32)])
+@pytest.mark.parametrize("batch", [1, 32])
+def test_launches_of_any_size_defer_unless_most_blocks_would_drain(
+    blocks: int, warps: int, batch: int
 ) -> None:
-    monkeypatch.setenv("FLASHWARP_DRAIN_BLOCKS", "8")
+    found = deferral(service(waits_for_disk=blocks == 2))
 
-    for elements in (False, True):
-        found = deferral(service()).of(items, WARPS, batch, elements=elements)
-        assert (found != NOT_DEFERRED) == defers
+    assert found.blocks == blocks
+    assert found.of(warps - 1, warps - 1, batch) == NOT_DEFERRED
+    for many in (1, 2, 17, 1000):
+        assert found.of(warps * many, warps * many, batch) != NOT_DEFERRED
 
 
 def test_elements_defer_only_on_demand() -> None:
@@ -96,8 +84,8 @@ def test_elements_defer_only_on_demand() -> None:
 def test_launch_of_few_blocks_for_each_that_drains_defers_nothing() -> None:
     many = service(namespace_count=32, slots=1 << 20)
 
-    assert deferral(many).blocks * 4 * 8 == 2048
-    assert deferral(many).of(1 << 20, 2047, 32) == NOT_DEFERRED
+    assert deferral(many).blocks == 64
+    assert deferral(many).of(1 << 20, 2040, 32) == NOT_DEFERRED
     assert deferral(many).of(1 << 20, 2048, 32) != NOT_DEFERRED
 
 
@@ -165,7 +153,7 @@ def test_each_launch_has_a_number_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("lines", "entries"),
-    [(1, 0), (8191, 0), (8192, 1 << 17), (200_000, 1 << 18), (1 << 30, 1 << 20)],
+    [(1, 0), (1023, 0), (1024, 1 << 17), (200_000, 1 << 18), (1 << 30, 1 << 20)],
 )
 def test_list_grows_with_the_array_up_to_a_limit(lines: int, entries: int) -> None:
     uploads = []

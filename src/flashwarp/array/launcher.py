@@ -19,7 +19,7 @@ import numpy.typing as npt
 from flashwarp import _native, config
 from flashwarp._jit.driver import End
 from flashwarp.array.copying import RangeCopies
-from flashwarp.array.deferral import NOT_DEFERRED, Deferral, Deferred
+from flashwarp.array.deferral import NOT_DEFERRED, Deferral, Deferred, renumbered
 from flashwarp.array.operands import Index
 from flashwarp.array.order import Order, in_order
 from flashwarp.array.rows import (
@@ -239,16 +239,14 @@ class Launcher:
         kind = count, index_bytes, buffer & _ALIGNMENT_MAX - 1, counting
         found = self._prepared_small.get(kind)
         if found is None:
-            launch, params, again = self.prepare_rows(
-                "gather", count, index_bytes, buffer, counting
-            )
+            launch, params = self.prepare_rows("gather", count, index_bytes, buffer, counting)
             found = launch, params[self.own_members_at + _FIRST_ROW_MEMBERS.size :]
-            if again:
-                if len(self._prepared_small) >= _PREPARED_MAX:
-                    self._prepared_small.clear()
-                self._prepared_small[kind] = found
+            if len(self._prepared_small) >= _PREPARED_MAX:
+                self._prepared_small.clear()
+            self._prepared_small[kind] = found
         launch, rest = found
-        return launch, self._array_members + _FIRST_ROW_MEMBERS.pack(indices, count, buffer) + rest
+        first = _FIRST_ROW_MEMBERS.pack(indices, count, buffer)
+        return launch, self._array_members + first + renumbered(rest)
 
     @property
     def own_members_at(self) -> int:
@@ -262,17 +260,16 @@ class Launcher:
         index_bytes: int,
         buffer: int,
         counting: Counting | None = None,
-    ) -> tuple[Launch, bytes, bool]:
-        """Prepare a call on rows of a GPU: the launch, and its parameter without indices.
+    ) -> tuple[Launch, bytes]:
+        """Prepare calls of one size on rows of a GPU: the launch, and its parameter.
 
-        Returns, too, whether later calls of this size may use them: a call that is so large that
-        it may defer its misses needs its own.
+        Each call has indices and a buffer of its own, and a number if it defers its misses.
         """
         name, warps, batch, deferred = self._plan(verb, count, buffer)
         row = self.format.row_bytes
         params = self._pack(0, count, index_bytes, buffer, row, batch, 0, deferred, counting)
         launch = self._prepared_launch(name, warps, len(params))
-        return launch, params, warps < self._warps_at_once
+        return launch, params
 
     def _plan(
         self, verb: str, count: int, buffer: int, most: _Most = _NO_LIMIT

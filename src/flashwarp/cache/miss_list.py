@@ -21,8 +21,8 @@ _ENTRIES_MIN = 1 << 17
 _ENTRIES_MAX = 1 << 20
 _ENTRY_BYTES = 8
 
-# Arrays of fewer lines have no list: all of it is fetched in milliseconds.
-_LINES_MIN = 1 << 13
+# Arrays of fewer lines have no list: it would take a quarter of their bytes.
+_LINES_MIN = 1 << 10
 
 
 class MissListStruct(ctypes.Structure):

@@ -182,6 +182,11 @@ class Service(NotCopied, ABC):
         return True
 
     @property
+    def waits_for_disk(self) -> bool:
+        """Whether commands wait for a disk; else for threads of the host that copy."""
+        return True
+
+    @property
     def batches(self) -> Batches | None:
         """Batches that commands may name in CDW3, for launches whose misses a stream waits for.
 

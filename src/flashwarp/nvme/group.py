@@ -221,6 +221,11 @@ class GroupService(Service):
         return all(service.makes_warps_wait for service in self.services)
 
     @property
+    def waits_for_disk(self) -> bool:
+        """Whether commands wait for a disk, that of one storage or of all."""
+        return any(service.waits_for_disk for service in self.services)
+
+    @property
     def changes(self) -> int:
         """How often files may have changed under the array; see `Service`."""
         return sum(service.changes for service in self.services)

@@ -310,6 +310,7 @@ class SoftwareService(Service):
                 "larger than the cache"
             )
         files = [member for member in members_of(storage) if isinstance(member, File)]
+        self._files = files
         leases = [file.lease for file in files if file.lease is not None]
         if path == "in_place" and files:
             self.reason += f"; {'a lease holds writers off' if leases else 'immutable=True'}"
@@ -539,6 +540,11 @@ class SoftwareService(Service):
         and many warps must copy.
         """
         return self.model is None and (self._plain_reads or self.path != "in_place")
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether files pass the page cache by, now."""
+        return any(file.native.o_direct for file in self._files)
 
     def wake(self) -> None:
         """Wake the threads: commands are about to be submitted. Costs a microsecond.
