@@ -8,7 +8,6 @@
 namespace nb = nanobind;
 using fw::native::handle;
 using fw::native::staying;
-using fw::native::unlocked;
 using fw::native::cuda::Context;
 using fw::native::cuda::kSuccess;
 using fw::native::cuda::Order;
@@ -23,8 +22,8 @@ namespace {
 nb::object call(Order& order, uintptr_t stream, bool stores, uint64_t begin, uint64_t end,
                 nb::handle queue, nb::handle refuse) {
   Order::Access access;
-  Result result =
-      unlocked([&] { return order.begin(handle(stream), stores, {begin, end}, access); });
+  // With the GIL: no call of the driver waits in it, and giving it up would cost more.
+  Result result = order.begin(handle(stream), stores, {begin, end}, access);
   if (result != kSuccess) {
     staying([&] { refuse(result, stream); });
     return nb::none();

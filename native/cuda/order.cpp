@@ -60,7 +60,9 @@ Result Order::look_at_capture(Handle stream, Access& access) {
 }
 
 Result Order::begin_now(Handle stream, Access& access) {
-  Result result = context_.number(stream, access.stream);
+  // The driver tells no number of a stream in a capture, which keeps its handle until it ends.
+  access.stream = uint64_t(reinterpret_cast<uintptr_t>(stream));
+  Result result = access.capture != 0 ? kSuccess : context_.number(stream, access.stream);
   if (result != kSuccess) return result;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (size_t k = marks_.size(); k-- > 0;) {

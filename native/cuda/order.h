@@ -25,7 +25,7 @@ class Order {
   struct Access {
     bool stores = false;
     Lines lines;
-    uint64_t stream = 0;   // the number of the stream, which no other one of the process has
+    uint64_t stream = 0;   // a number that no other stream of the process, or the capture, has
     uint64_t capture = 0;  // the number of the capture that it is in, or 0
     uint64_t behind = 0;   // marks up to this one come first
     Handle event = nullptr;

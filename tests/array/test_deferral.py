@@ -33,9 +33,7 @@ def service(**facts: Any) -> Any:
 
 def deferral(facts: Any, address: int | None = LIST) -> Deferral:
     held = None if address is None else SimpleNamespace(address=address)
-    device = SimpleNamespace(block_threads_for=lambda warps: 32 * min(8, -(-warps // 132)))
-    cache = SimpleNamespace(device=device)
-    return Deferral(SimpleNamespace(misses=held, cache=cache), facts)  # type: ignore[arg-type]
+    return Deferral(SimpleNamespace(misses=held), facts)  # type: ignore[arg-type]
 
 
 def blocks_of(facts: Any, address: int | None = LIST) -> int:
@@ -64,9 +62,9 @@ def test_storage_decides_how_many_blocks_drain(facts: Any, blocks: int) -> None:
     assert blocks_of(facts) == blocks
 
 
-@pytest.mark.parametrize(("blocks", "warps"), [(2, 8), (8, 32)])
+@pytest.mark.parametrize(("blocks", "warps"), [(2, 64), (8, 256)])
 @pytest.mark.parametrize("batch", [1, 32])
-def test_launches_of_any_size_defer_unless_most_blocks_would_drain(
+def test_launches_of_any_size_defer_but_those_of_few_warps(
     blocks: int, warps: int, batch: int
 ) -> None:
     found = deferral(service(waits_for_disk=blocks == 2))
@@ -85,7 +83,7 @@ def test_launch_of_few_blocks_for_each_that_drains_defers_nothing() -> None:
     many = service(namespace_count=32, slots=1 << 20)
 
     assert deferral(many).blocks == 64
-    assert deferral(many).of(1 << 20, 2040, 32) == NOT_DEFERRED
+    assert deferral(many).of(1 << 20, 2047, 32) == NOT_DEFERRED
     assert deferral(many).of(1 << 20, 2048, 32) != NOT_DEFERRED
 
 

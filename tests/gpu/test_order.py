@@ -125,7 +125,7 @@ def test_own_kernels_are_calls(array):
 
 
 def test_streams_that_are_gone_leave_their_marks(array):
-    x, path = array
+    x, _path = array
     ids = torch.arange(0, 64, device="cuda")
     for step in range(1, 30):
         values = rows_of(step, 64)

@@ -639,11 +639,6 @@ CUresult cuStreamCreate(void** stream, unsigned flags) {
   *stream = (void*)(0x57 + 256 * streams++);
   return kSuccess;
 }
-CUresult cuStreamGetId(void* stream, unsigned long long* id) {
-  ENTER_CONTEXT;
-  *id = (unsigned long long)(intptr_t)stream;  // no handle comes again
-  return check_stream(stream);
-}
 CUresult cuStreamDestroy(void* stream) {
   ENTER_CONTEXT;
   return check_stream(stream);
@@ -719,6 +714,15 @@ int fake_value_nodes(void) { return value_nodes; }
 static int is_captured(const void* stream) {
   return capture.status == kCaptureActive &&
          (capture.stream == (intptr_t)stream || fork_of(stream) >= 0);
+}
+CUresult cuStreamGetId(void* stream, unsigned long long* id) {
+  ENTER_CONTEXT;
+  if (is_captured(stream)) {
+    capture.status = kCaptureInvalidated;
+    return 900;  // STREAM_CAPTURE_UNSUPPORTED
+  }
+  *id = (unsigned long long)(intptr_t)stream;  // no handle comes again
+  return check_stream(stream);
 }
 CUresult cuStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** graph,
                                 void*** dependencies, size_t* count) {

@@ -749,7 +749,6 @@ class Array(endings.Closing):
         self._begin()
         self._attachment.check()
 
-    @_locked
     def synchronize(self, stream: object = None) -> None:
         """Wait for your own kernels that use this array, and raise the failures of their transfers.
 
@@ -774,9 +773,20 @@ class Array(endings.Closing):
         DeviceTimeout
             If the stream did not become idle in time.
         """
-        if stream is None:
+        self._check_usable()
+        run = None if stream is None else stream_handle(stream)
+        try:
+            # First, and outside of the turn: what is raised then is all that the stream has done.
+            self._attachment.idle(run)
+        except DeviceError as error:
+            self._raise_reason(error)
+        self._finish_kernels(run)
+
+    @_locked
+    def _finish_kernels(self, run: int | None) -> None:
+        if run is None:
             self._attachment.idle_streams()
-        self._attachment.finish("a kernel", None if stream is None else stream_handle(stream))
+        self._attachment.finish("a kernel", run)
 
     @property
     def controller(self) -> Service:

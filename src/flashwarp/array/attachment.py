@@ -176,6 +176,13 @@ class Attachment(endings.NotCopied):
             self._streams.discard(stream)
         self._raise_failure(what)
 
+    def idle(self, stream: int | None) -> None:
+        """Wait for a stream; None: for all that callers named, and the library's own."""
+        if stream is None:
+            self.idle_streams()
+        if self.device.kind != "cpu":
+            self.device.synchronize(stream, timeout_s=time_limit_s())
+
     def finish_launch(self, what: str, stream: int, launch: Launch, result: int) -> None:
         """Do as `finish` after a launch of the short way; raise why if the driver refused it."""
         if result:

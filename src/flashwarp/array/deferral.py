@@ -47,38 +47,34 @@ class Deferral:
 
     def __init__(self, volume: Volume, service: Service) -> None:
         self._service = service
-        self._device = volume.cache.device
         self._list = 0 if volume.misses is None else volume.misses.address
         self._asked = config.current("drain_blocks").drain_blocks
+        self._blocks = dict.fromkeys((False, True), self._asked if self._list else 0)
+        if self._list and self._asked < 0:
+            self._blocks = {disk: _drain_blocks(service, disk) for disk in (False, True)}
 
     @property
     def blocks(self) -> int:
         """Blocks of a launch that fetch deferred misses; 0: launches do not defer."""
-        if not self._list:
-            return 0
-        return self._asked if self._asked >= 0 else _drain_blocks(self._service)
+        return self._blocks[self._service.waits_for_disk]
 
     def of(self, items: int, warps: int, batch: int, *, elements: bool = False) -> Deferred:
         """Return how a launch of so many items and warps defers its misses, at most `batch` a warp.
 
         Each launch needs a number of its own, see `renumbered`; a captured one keeps it. Launches
-        of few blocks do not defer: those that drain would be most of them. Launches on `elements`,
-        short rows that several share a line, defer only if the user asks: their hits would take
-        longer.
+        of few warps do not defer: a hand-over takes as long as their misses. Launches on
+        `elements`, short rows that several share a line, defer only if the user asks: their hits
+        would take longer.
         """
         blocks = self.blocks
         if (
             not blocks
             or (elements and self._asked < 0)
-            or -(-warps // self._block_warps(warps)) < blocks * _BLOCKS_PER_DRAIN
-            or items < blocks * _BLOCKS_PER_DRAIN
+            or min(items, warps) < blocks * _BLOCKS_PER_DRAIN * _WARPS_OF_A_BLOCK
             or self._service.plain_reads
         ):
             return NOT_DEFERRED
         return self._list, _native.launch_number(), blocks, batch
-
-    def _block_warps(self, warps: int) -> int:
-        return self._device.block_threads_for(warps) // 32
 
 
 def renumbered(params: bytes) -> bytes:
@@ -90,13 +86,13 @@ def renumbered(params: bytes) -> bytes:
     return params[: -_DEFERRED.size] + own
 
 
-def _drain_blocks(service: Service) -> int:
+def _drain_blocks(service: Service, waits_for_disk: bool) -> int:
     if not service.makes_warps_wait:
         return 0
     queues = service.queues
     slots = queues.count * queues.depth
     wanted = _BLOCKS_OF_A_NAMESPACE * service.namespace_count
-    if not service.waits_for_disk:
+    if not waits_for_disk:
         wanted = max(_BLOCKS, wanted)
     # More lines than the rings have slots are never in flight.
     return max(1, min(wanted, -(-slots // _LINES_OF_A_BLOCK)))

@@ -351,7 +351,9 @@ class CudaDevice(Device):
         if library == "torch" and module is not None:
             # Without an object of torch, which would take microseconds.
             raw = getattr(module._C, "_cuda_getCurrentRawStream", None)
-            if raw is not None and module.cuda.is_initialized():
+            if raw is None:  # built without CUDA
+                return self._stream
+            if module.cuda.is_initialized():
                 return Stream(raw(self.ordinal))
             return Stream(int(module.cuda.current_stream(self.ordinal).cuda_stream))
         if library == "cupy" and module is not None:
