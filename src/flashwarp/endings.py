@@ -94,16 +94,22 @@ def forget(thing: Open) -> None:
 
 def close_all(device: object = None) -> BaseException | None:
     """Close all open objects, or those on one device, last opened first; return what failed."""
+    return first_of(
+        close_each([each for each in _open.values() if device is None or each.device is device])
+    )
+
+
+def close_each(things: Sequence[Open]) -> list[BaseException]:
+    """Close objects, last opened first, and return what failed."""
     failures: list[BaseException] = []
-    for thing in reversed(list(_open.values())):
-        if device is None or thing.device is device:
-            try:
-                failure = thing.close()
-            except Exception as error:  # the others are closed all the same
-                failure = error
-            if failure is not None:
-                failures.append(failure)
-    return first_of(failures)
+    for thing in list(things)[::-1]:  # each may leave the list
+        try:
+            failure = thing.close()
+        except Exception as error:  # the others are closed all the same
+            failure = error
+        if failure is not None:
+            failures.append(failure)
+    return failures
 
 
 def first_of(errors: Sequence[BaseException]) -> BaseException | None:

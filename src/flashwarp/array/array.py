@@ -177,7 +177,9 @@ class Array(endings.Closing):
         self._why = why
         self._recipe = recipe
         self._changes = 0
-        self._holder = ""  # who has the storage, see `_hand_over`
+        # Who has the storage, in words and as an object: see `_hand_over`.
+        self._holder = ""
+        self._owner: object = None
         self._handle = handles.new(self)
 
     # Properties.
@@ -687,8 +689,12 @@ class Array(endings.Closing):
 
     @property
     def stats(self) -> Stats:
-        """A snapshot of the counters; waits for the array's other calls."""
-        return self._act(self._attachment.stats)
+        """A snapshot of the counters; waits for the array's other calls.
+
+        As `explain` it neither raises what earlier calls have failed with, nor refuses while a
+        pipeline has the array.
+        """
+        return self._fact(self._attachment.stats)
 
     @contextlib.contextmanager
     def _watched(self, watcher: Watcher) -> Iterator[None]:
@@ -701,7 +707,6 @@ class Array(endings.Closing):
         finally:
             watchers.remove(watcher)
 
-    @_locked
     def explain(self) -> Explanation:
         """Return which data path is used and why, and what the counters advise.
 
@@ -709,7 +714,7 @@ class Array(endings.Closing):
         """
         from flashwarp.array.explanation import explain
 
-        return explain(self._attachment, self._why)
+        return self._fact(functools.partial(explain, self._attachment, self._why))
 
     @property
     def kernel_handle(self) -> ArrayStruct:
@@ -798,11 +803,12 @@ class Array(endings.Closing):
     def close(self) -> None:
         """Flush, wait for what is in flight, and release everything. May be called twice.
 
-        Blocks. Refuses while a CUDA graph with calls of the array exists, or a stream that had
-        calls of it is being captured. If the flush fails, everything is released all the same, and
-        the error is raised: it says what could not be written and is lost. Unobserved failures of
-        asynchronous calls are raised too. If a signal handler raises meanwhile, as that of Ctrl-C
-        does, the array is open and usable afterwards, or closed.
+        Blocks. What stands on the array, such as pipelines, is closed first. Refuses while a CUDA
+        graph with calls of the array exists, or a stream that had calls of it is being captured. If
+        the flush fails, everything is released all the same, and the error is raised: it says what
+        could not be written and is lost. Unobserved failures of asynchronous calls are raised too.
+        If a signal handler raises meanwhile, as that of Ctrl-C does, the array is open and usable
+        afterwards, or closed.
 
         Stream 2, the per-thread default stream, stands for another stream in each thread. `close`
         waits for the calling thread's alone: first call ``synchronize(2)`` in the other threads
@@ -915,6 +921,14 @@ class Array(endings.Closing):
         self.device.refuse_capture("this call", "make it before or after the capture")
         return act()
 
+    def _fact(self, read: Callable[[], R]) -> R:
+        """Read a fact in the array's turn, whoever has the array and whatever has failed."""
+        self._check_usable()
+        try:
+            return endings.holding((self.cache.turn,), read)
+        except DeviceError as error:
+            self._raise_reason(error)
+
     def _after_calls(self, act: Callable[[], None]) -> None:
         """Wait for asynchronous calls made before, then act in the array's turn."""
         self._begin()
@@ -963,26 +977,33 @@ class Array(endings.Closing):
         ArgumentError
             If the array was handed over.
         """
-        if self._holder:
-            raise ArgumentError(
-                f"the array {self._place} belongs to {self._holder} now: use that, or close it "
-                "first"
-            )
+        self._refuse_others(None)
         stale = endings.holding([self.cache.turn], self._leave_old_lines)
         if stale is not None:
             raise stale
 
-    def _hand_over(self, holder: str) -> None:
+    def _hand_over(self, owner: object, holder: str, before: object = None) -> None:
         """Give the storage to one who moves rows past the cache; other calls are refused.
 
-        All calls compare `_changes` with the service's, so they cost nothing more.
+        If the owner `before` has it, it leaves it to this one. All calls compare `_changes` with
+        the service's, so they cost nothing more.
         """
-        self._after_calls(lambda: self._attachment.drop_lines(drop_dirty=False))
-        self._holder, self._changes = holder, -1
+        if before is None or self._owner is not before:
+            self._after_calls(lambda: self._attachment.drop_lines(drop_dirty=False))
+        self._owner, self._holder, self._changes = owner, holder, -1
 
-    def _take_back(self) -> None:
-        """End `_hand_over`: the next call begins without old lines."""
-        self._holder = ""
+    def _refuse_others(self, owner: object) -> None:
+        """Raise ArgumentError if the array was handed over to another owner."""
+        if self._owner is not owner and self._holder:
+            raise ArgumentError(
+                f"the array {self._place} belongs to {self._holder} now: use that, or close it "
+                "first"
+            )
+
+    def _take_back(self, owner: object) -> None:
+        """End the `_hand_over` to an owner, and begin the next call without old lines."""
+        if self._owner is owner:
+            self._owner, self._holder = None, ""
 
     def _leave_old_lines(self) -> StorageError | None:
         service = self.controller

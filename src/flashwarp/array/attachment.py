@@ -77,6 +77,9 @@ class Attachment(endings.NotCopied):
         The short way of calls with tensors on a GPU.
     calls : Calls
         The asynchronous calls.
+    dependents : list of Open
+        What stands on the array, such as pipelines, in the order of opening. `close` closes it
+        first. Each removes itself when it is closed.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Attachment(endings.NotCopied):
         self.device = cache.device  # a cache may change its device between arrays
         self.opened_by = os.getpid()
         self.flush_failure: StorageError | None = None
+        self.dependents: list[endings.Open] = []
         self._owns_cache = owns_cache
         self._release_storage = release_storage
         self._fault_noted = False
@@ -330,24 +334,31 @@ class Attachment(endings.NotCopied):
     # The end.
 
     def close(self) -> BaseException | None:
-        """Flush, wait for what is in flight, and release everything; return what failed.
+        """Close what stands on the array, flush, and release everything; return what failed.
 
-        Raises CaptureError if a CUDA graph with calls of the array exists, unless the interpreter
-        ends. May be called twice, and by any thread. If a signal handler raises meanwhile, the
-        attachment is open and usable afterwards, or closed. In a forked child it does nothing.
+        Raises CaptureError if a CUDA graph with calls of the array exists, and DeviceTimeout if
+        what stands on it cannot end yet, unless the interpreter ends. May be called twice, and by
+        any thread. If a signal handler raises meanwhile, the attachment is open and usable
+        afterwards, or closed. In a forked child it does nothing.
         """
         if self.closed or self.in_child:
             self._set_closed()
             return None
         if not endings.ended():
             self.refuse_graphs()
+        # Without the cache's turn, which it needs itself.
+        failures = endings.close_each(self.dependents)
+        first = endings.first_of(failures)
+        if first is not None and self.dependents and not endings.ended():
+            raise first  # what is in flight uses the array
         try:
             # Without the cache's turn, which callbacks of the calls may need.
             late = self.calls.shut()
-            return endings.holding((self.cache.turn,), partial(self._close, late))
+            failure = endings.holding((self.cache.turn,), partial(self._close, late))
         except BaseException:
             self.calls.reopen()
             raise
+        return endings.first_of([each for each in (first, failure) if each is not None])
 
     def _set_closed(self) -> None:
         self.closed = True

@@ -443,6 +443,7 @@ class ClientAttachment(Attachment):
         self.device = client.device
         self.opened_by = os.getpid()
         self.flush_failure = None
+        self.dependents = []
         self._owns_cache = False
         self._streams: set[int] = set()
         self._guard = threading.Lock()
@@ -532,7 +533,9 @@ class ClientAttachment(Attachment):
         if self.closed or self.in_child:
             self._set_closed()
             return None
-        return endings.holding((self.cache.turn,), self._close_once)
+        failures = endings.close_each(self.dependents)
+        failure = endings.holding((self.cache.turn,), self._close_once)
+        return endings.first_of([*failures, *([failure] if failure is not None else [])])
 
     def _close_once(self) -> BaseException | None:
         if self.closed:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.errors import DataPathError
 from flashwarp.nvme.software import SoftwareController
 from flashwarp.pipeline.engine import BatchEngine, Direction, Ring
 from flashwarp.storage import Storage
 
-__all__ = ["make_engine", "why_no_engine"]
+__all__ = ["ArrayEngine", "make_engine", "why_no_engine"]
 
 _SLOTS_MAX = 64
 # Of all slots: an id and a status for each row.
@@ -64,6 +66,51 @@ def make_engine(
         controller=controller if isinstance(controller, SoftwareController) else None,
         lists=lists,
     )
+
+
+class ArrayEngine:
+    """An engine of an array, which it has to itself until `close` if the array is writable.
+
+    Parameters
+    ----------
+    array : Array
+    make : callable
+        Makes the engine.
+
+    Attributes
+    ----------
+    engine : BatchEngine or None
+        From `begin` until `close`.
+    """
+
+    def __init__(self, array: Array, make: Callable[[], BatchEngine]) -> None:
+        self._array, self._make = array, make
+        self.engine: BatchEngine | None = None
+
+    def begin(self, holder: str, before: ArrayEngine | None = None) -> BatchEngine:
+        """Take the array over, and start the engine; `holder` says who has the array, in errors.
+
+        If an engine `before` has it, whose batches have ended, that one loses it. After an
+        interrupt `close` gives back what was taken.
+        """
+        if self._array.writable:
+            self._array._hand_over(self, holder, before)
+        endings.uninterrupted(self._start)
+        assert self.engine is not None
+        return self.engine
+
+    def _start(self) -> None:
+        self.engine = self._make()
+
+    def check(self) -> None:
+        """Raise ArgumentError if another one has the array now."""
+        self._array._refuse_others(self)
+
+    def close(self) -> None:
+        """End the engine, and give the array back. May be called twice."""
+        if self.engine is not None:
+            self.engine.close()
+        self._array._take_back(self)
 
 
 def _slots(depth: int, batch_rows: int) -> int:

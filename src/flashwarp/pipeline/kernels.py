@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.pipeline.device_calls import DeviceCalls
-from flashwarp.pipeline.engines import make_engine
+from flashwarp.pipeline.engines import ArrayEngine, make_engine
 from flashwarp.pipeline.ring import CHUNKS, ring_of
 
 __all__ = ["KernelBatches"]
@@ -14,7 +16,7 @@ __all__ = ["KernelBatches"]
 class KernelBatches(endings.Closing):
     """An engine that serves kernels alone, past the cache of the array.
 
-    A writable array is handed over until `close`, unless the pipeline has it already.
+    A writable array is theirs until `close`.
     """
 
     def __init__(
@@ -26,33 +28,28 @@ class KernelBatches(endings.Closing):
         timeout_s: float,
     ) -> None:
         on_gpu = array.device.kind == "cuda"
-        self._array = array
-        self._hands_over = array.writable and not array._holder
-        if self._hands_over:
-            array._hand_over("kernels that start batches of it past its cache")
-        try:
-            self.engine = make_engine(
-                array,
-                batch_rows,
-                depth,
-                workers,
-                timeout_s,
-                ring_of(CHUNKS) if on_gpu else None,
-                copies=on_gpu,
-            )
-            self.calls = DeviceCalls(self.engine, array.dtype, timeout_s)
-        except BaseException:
-            self._take_back()
-            raise
+        ring = ring_of(CHUNKS) if on_gpu else None
+        make = partial(
+            make_engine, array, batch_rows, depth, workers, timeout_s, ring, copies=on_gpu
+        )
+        self._own = ArrayEngine(array, make)
+        self.calls: DeviceCalls | None = None
+        self._settings = array.dtype, timeout_s
 
-    def _take_back(self) -> None:
-        if self._hands_over:
-            self._array._take_back()
+    def begin(self, before: ArrayEngine | None) -> DeviceCalls:
+        """Start the engine; if this raises, `close` gives back what was taken.
+
+        If the pipeline has the array by an engine `before`, whose batches have ended, kernels have
+        it from now on.
+        """
+        engine = self._own.begin("kernels that start batches of it past its cache", before)
+        self.calls = DeviceCalls(engine, *self._settings)
+        return self.calls
 
     def close(self) -> None:
         """Release everything, and raise as `DeviceCalls.close`. May be called twice."""
         try:
-            self.calls.close()
+            if self.calls is not None:
+                self.calls.close()
         finally:
-            self.engine.close()
-            self._take_back()
+            self._own.close()

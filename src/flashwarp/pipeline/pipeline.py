@@ -6,11 +6,12 @@ stream of the pipeline's own and orders it with the caller's stream by events.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -151,8 +152,16 @@ class Pipeline(endings.Closing):
         self._kernels: KernelBatches | None = None
         self._settings: dict[str, Any] = {"workers": workers, "timeout_s": timeout_s}
         self._way = self._choose_way(sms, workers, timeout_s)
+        self._explanation: PipelineExplanation | None = None
         self._entry = _Entry(self)
-        endings.remember(self._entry)
+        try:
+            self._entry.enter()
+            self._way.begin()
+        except BaseException:
+            self._closed = True
+            self._entry.leave()
+            self._way.close()
+            raise
 
     def _choose_way(
         self, sms: int | None, workers: int | tuple[int, int] | None, timeout_s: float
@@ -467,23 +476,27 @@ class Pipeline(endings.Closing):
         """
         self._check_usable()
         if self._kernels is None:
+            self._way.settle()
             self._kernels = KernelBatches(self.array, self.batch_rows, self.depth, **self._settings)
-        return self._kernels.calls
+        if self._kernels.calls is not None:
+            return self._kernels.calls
+        return self._kernels.begin(self._way.own)
 
     def check(self) -> None:
         """Raise what batches are known to have failed with, those of kernels too. Never waits."""
         self._check_usable()
         if isinstance(self._way, RingWay | WorkerWay) or not self.array._holder:
             self._way.check()
-        if self._kernels is not None:
+        if self._kernels is not None and self._kernels.calls is not None:
             self._kernels.calls.check()
 
     # What users ask.
 
     def explain(self) -> PipelineExplanation:
-        """Explain by which way batches move, what it uses, and why."""
-        self._check_usable()
-        return self._way.explain()
+        """Explain by which way batches move, what it uses, and why. Never refuses."""
+        if not self._closed:
+            self._explanation = self._way.explain()
+        return self._explanation or self._way.explain()
 
     @property
     def stats(self) -> PipelineStats:
@@ -513,6 +526,8 @@ class Pipeline(endings.Closing):
         if self._closed or os.getpid() != self._pid:
             return
         failures: list[BaseException] = []
+        with contextlib.suppress(FlashwarpError):
+            self._explanation = self._way.explain()
         try:
             while self._reads:
                 self._way.drop(self._reads.popleft())
@@ -530,7 +545,7 @@ class Pipeline(endings.Closing):
             failures.append(error)
         self._writes.clear()
         self._closed = True
-        endings.forget(self._entry)
+        self._entry.leave()
         self._buffers.close()
         _raise_first(failures)
 
@@ -598,14 +613,28 @@ def _raise_first(failures: list[BaseException]) -> None:
 
 
 class _Entry:
-    """The pipeline in the registry of what is open."""
+    """The pipeline in the registry of what is open, and among what stands on its array."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.device: Any = pipeline.array.device
+        self.generator: Callable[[], Any] = lambda: None
         self._pipeline = pipeline
+        self._dependents = pipeline.array._attachment.dependents
+
+    def enter(self) -> None:
+        endings.remember(self)
+        self._dependents.append(self)
+
+    def leave(self) -> None:
+        endings.forget(self)
+        if self in self._dependents:
+            self._dependents.remove(self)
 
     def close(self) -> BaseException | None:
         try:
+            generator = self.generator()
+            if generator is not None:
+                generator.close()
             self._pipeline.close()
         except FlashwarpError as error:
             return error

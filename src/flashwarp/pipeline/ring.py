@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections import deque
+from functools import partial
 from typing import Any
 
 from flashwarp.array.array import Array
@@ -27,7 +28,7 @@ from flashwarp.errors import (
 )
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.engine import BatchPort, Direction, Ring
-from flashwarp.pipeline.engines import make_engine
+from flashwarp.pipeline.engines import ArrayEngine, make_engine
 from flashwarp.pipeline.explanation import PipelineExplanation
 from flashwarp.pipeline.ids import host_rows, on_gpu
 from flashwarp.pipeline.structs import RequestStruct, ResultStruct
@@ -69,7 +70,6 @@ class RingWay(CudaWay):
         lists: bool = True,
     ) -> None:
         super().__init__(array, timeout_s)
-        device = self._device
         self._reason = reason
         found = array.explain()
         self._path = f"{found.path}: {found.reason}"
@@ -77,28 +77,35 @@ class RingWay(CudaWay):
         assert isinstance(storage, Storage)
         self._storage = storage
         self._operands = array._attachment.operands
-        if array.writable:
-            # Stores of before are read past the cache, and nobody else stores from now on.
-            array.flush()
-        ring = ring_of(CHUNKS)
-        self._engine = make_engine(
-            array, batch_rows, depth, workers, timeout_s, ring, only=only, lists=lists
-        )
-        directions = tuple(self._engine.ports)
-        self._ports = {each: _Port(self._engine.ports[each]) for each in directions}
-        self._submitting: OwnedStream = device.create_stream()
-        self._copying: dict[Direction, OwnedStream] = {
-            each: device.create_stream() for each in directions
-        }
+        settings = (array, batch_rows, depth, workers, timeout_s, ring_of(CHUNKS))
+        make = partial(make_engine, *settings, only=only, lists=lists)
+        self._own = ArrayEngine(array, make)
+        self._copying: dict[Direction, OwnedStream] = {}
+        self._streams: list[OwnedStream] = []
         # Batches whose errors the caller has not had: reads that were given to a stream before they
         # had ended, and writes. By direction, oldest first.
-        self._unseen: dict[Direction, deque[int]] = {each: deque() for each in directions}
-        if array.writable:
-            array._hand_over("a pipeline that reads and writes it past its cache")
+        self._unseen: dict[Direction, deque[int]] = {}
+
+    @property
+    def own(self) -> ArrayEngine:
+        return self._own
+
+    def begin(self) -> None:
+        # Stores of before are read past the cache, and nobody else stores from now on.
+        self._engine = self._own.begin("a pipeline that reads and writes it past its cache")
+        self._ports = {each: _Port(port) for each, port in self._engine.ports.items()}
+        self._unseen = {each: deque() for each in self._ports}
+        self._submitting = self._make_stream()
+        self._copying = {each: self._make_stream() for each in self._ports}
+
+    def _make_stream(self) -> OwnedStream:
+        self._streams.append(self._device.create_stream())
+        return self._streams[-1]
 
     # Batches.
 
     def place(self, ids: object) -> tuple[range | Index, str]:
+        self._own.check()
         if not on_gpu(ids):
             # Rows that the host knows stay there: its threads read the list.
             return host_rows(self.array, ids)
@@ -205,9 +212,9 @@ class RingWay(CudaWay):
             ticket.verb, ticket.number, self._timeout_s if timeout_s is None else timeout_s
         )
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait until all batches have ended, and raise the first error that nobody has had."""
-        for stream in (self._submitting, *self._copying.values()):
+        for stream in self._streams:
             self._device.synchronize(stream, 2 * self._timeout_s + 30)
         failure: FlashwarpError | None = None
         # Streams are done with a batch of writes when the ring has it. The storage has it later.
@@ -221,7 +228,7 @@ class RingWay(CudaWay):
             raise failure
 
     def flush(self) -> None:
-        self._settle()
+        self.settle()
         self._storage.flush()
 
     def explain(self) -> PipelineExplanation:
@@ -242,15 +249,13 @@ class RingWay(CudaWay):
     def close(self) -> None:
         failure: FlashwarpError | None = None
         try:
-            self._settle()
+            self.settle()
         except DeviceTimeout:
             raise
         except FlashwarpError as error:
             failure = error
-        self._engine.close()
-        self._close([self._submitting, *self._copying.values()])
-        if self.array.writable:
-            self.array._take_back()
+        self._own.close()
+        self._close(self._streams)
         if failure is not None:
             raise failure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,11 +18,19 @@ def tiles(make: Callable[[], Any], writable: bool, read: bool) -> Iterator[Any]:
     flag("writable", writable)
     if not flag("read", read) and not writable:
         raise ArgumentError("tiles that are neither read nor written: say writable=True")
-    return _tiles(make, writable, read)
+    own: list[Callable[[], Any]] = []
+    found = _tiles(make, writable, read, own)
+    # Weakly: a loop that ends early ends the generator, too.
+    own.append(weakref.ref(found))
+    return found
 
 
-def _tiles(make: Callable[[], Any], writable: bool, read: bool) -> Iterator[Any]:
+def _tiles(
+    make: Callable[[], Any], writable: bool, read: bool, own: list[Callable[[], Any]]
+) -> Iterator[Any]:
     with make() as pipeline:
+        # If the array is closed first, it stores the tile that the loop has.
+        pipeline._entry.generator = own[0]
         rows, length = pipeline.batch_rows, len(pipeline.array)
         parts = (range(at, min(at + rows, length)) for at in range(0, length, rows))
         ahead: deque[range] = deque()

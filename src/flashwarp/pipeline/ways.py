@@ -19,6 +19,7 @@ from flashwarp.array.operands import Index, Rows
 from flashwarp.device import CudaDevice, Event, OwnedStream
 from flashwarp.errors import CaptureError, ClosedError, DeviceTimeout, FlashwarpError
 from flashwarp.pipeline.buffers import Buffer
+from flashwarp.pipeline.engines import ArrayEngine
 from flashwarp.pipeline.explanation import PipelineExplanation
 from flashwarp.pipeline.ticket import Ticket
 
@@ -48,6 +49,9 @@ class Way(ABC):
         """Return the stream on which operands are placed; None: the library's own."""
         return None
 
+    def begin(self) -> None:  # noqa: B027 - some ways own nothing
+        """Take what the way owns. After it has raised, `close` gives back what was taken."""
+
     @abstractmethod
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
         """Start the reading of rows to a buffer, in the order of the caller's stream."""
@@ -74,6 +78,14 @@ class Way(ABC):
     def check(self) -> None:
         """Raise what earlier batches are known to have failed with. Does not wait."""
         self.array.check()
+
+    @property
+    def own(self) -> ArrayEngine | None:
+        """The engine of its own, which may have the array."""
+        return None
+
+    def settle(self) -> None:  # noqa: B027 - who takes the array over waits for its calls
+        """Wait until no batch of an engine of its own is under way."""
 
     def flush(self) -> None:
         """Make what was written durable. Waits."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 from flashwarp.array.array import Array
@@ -12,7 +13,7 @@ from flashwarp.array.operands import Index
 from flashwarp.errors import FlashwarpError
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.engine import BatchEngine, Direction
-from flashwarp.pipeline.engines import make_engine
+from flashwarp.pipeline.engines import ArrayEngine, make_engine
 from flashwarp.pipeline.explanation import PipelineExplanation
 from flashwarp.pipeline.ids import host_rows
 from flashwarp.pipeline.ticket import Ticket
@@ -39,16 +40,19 @@ class WorkerWay(Way):
         found = array.explain()
         self._path = f"{found.path}: {found.reason}"
         self._storage = array._attachment.storage
-        if array.writable:
-            array._hand_over("a pipeline that reads and writes it past its cache")
-        try:
-            self._engine = make_engine(array, batch_rows, depth, workers, timeout_s)
-        except BaseException:
-            array._take_back()
-            raise
+        make = partial(make_engine, array, batch_rows, depth, workers, timeout_s)
+        self._own = ArrayEngine(array, make)
         self._last: dict[Direction, int] = {}
 
+    @property
+    def own(self) -> ArrayEngine:
+        return self._own
+
+    def begin(self) -> None:
+        self._engine = self._own.begin("a pipeline that reads and writes it past its cache")
+
     def place(self, ids: object) -> tuple[range | Index, str]:
+        self._own.check()
         return host_rows(self.array, ids)
 
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
@@ -95,6 +99,11 @@ class WorkerWay(Way):
     def check(self) -> None:
         """Do nothing: the batches that are waited for raise what they have failed with."""
 
+    def settle(self) -> None:
+        for direction, last in self._last.items():
+            with contextlib.suppress(FlashwarpError):  # for those who wait for the tickets
+                self._engine.wait(direction, last, self._timeout_s)
+
     def flush(self) -> None:
         assert isinstance(self._storage, Storage)
         self._storage.flush()
@@ -109,8 +118,7 @@ class WorkerWay(Way):
         return PipelineExplanation(self.name, reason, 0, high + 1, self._path)
 
     def close(self) -> None:
-        self._engine.close()
-        self.array._take_back()
+        self._own.close()
 
 
 class _End:
