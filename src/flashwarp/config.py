@@ -196,10 +196,10 @@ class Config:
     """Streams of a GPU on which an array's asynchronous calls run."""
 
     drain_blocks: int = _setting(-1, -1, 255)
-    """Thread blocks of a large ``gather``, ``scatter`` or ``prefetch`` that wait for the storage on
-    a GPU, after all blocks have served what is in the cache; two to a multiprocessor. More blocks
+    """Thread blocks of a ``gather``, ``scatter`` or ``prefetch`` that wait for the storage on a
+    GPU, after all blocks have served what is in the cache; two to a multiprocessor. More blocks
     have more commands in flight, and leave other streams fewer multiprocessors. -1: by the storage,
-    8 for launches of 131,072 lines and more of files, none for modelled drives and rows below 256
+    2 for each disk, 8 for files that host threads copy, none for modelled drives and rows below 256
     bytes. 0: all blocks wait, as many as the GPU runs."""
 
     split_misses: int = _setting(0, 0, 1)

@@ -78,7 +78,9 @@ class Order:
             If the stream does not exist, or its context does not any more.
         """
         handle = self._own if stream is None else stream
-        return self.native.call(handle, stores, *lines, queue, self._refuse)
+        return self.native.call(  # type: ignore[return-value]
+            handle, stores, *lines, queue, self._refuse
+        )
 
     def _refuse(self, result: int, stream: int) -> None:
         if result == CAPTURED:
