@@ -75,6 +75,86 @@ def fail_at(storage: Faulty, row: int) -> None:
     storage.inject(f"read eio bytes={begin}-{begin + 512}")
 
 
+# Order.
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x[1],
+        lambda x: x.gather(np.array([1]))[0],
+        lambda x: x[np.array([1])][0],
+        lambda x: np.asarray(x)[1],
+    ],
+)
+def test_calls_come_behind_asynchronous_stores(x: fw.Array, storage: Faulty, look: Any) -> None:
+    storage.inject(HELD)
+    for value in (-1, -2):
+        x.scatter_async([0, 1, 2], value)
+
+        assert look(x) == value
+
+
+def test_stores_come_behind_asynchronous_calls(x: fw.Array, storage: Faulty) -> None:
+    storage.inject(HELD)
+    before = x.gather_async([1])
+    x.scatter_async([1], -1)
+    x[1] = -2
+    after = x.gather_async([1])
+    x.scatter([1], [-3])
+
+    assert [int(before.result()[0]), int(after.result()[0]), int(x[1])] == [1, -2, -3]
+
+
+def test_unordered_calls_are_waited_for_by_nobody(x: fw.Array, storage: Faulty) -> None:
+    storage.inject(HELD)
+    late = x.scatter_async([1], -1, ordered=False)
+
+    assert x[ROWS - 1] == ROWS - 1, "it may have run before or behind the store"
+    late.result()
+    assert x[1] == -1
+
+
+def test_reads_do_not_wait_for_asynchronous_reads(x: fw.Array, storage: Faulty) -> None:
+    assert x[0] == 0  # in the cache from now on
+    storage.inject("read delay=2000000us")
+    reads = [x.gather_async([64 * line]) for line in range(8, 12)]
+
+    assert x[0] == 0
+    assert not reads[-1].done()
+    for line, read in enumerate(reads, 8):
+        assert read.result()[0] == 64 * line
+
+
+def test_own_kernels_come_behind_asynchronous_stores(x: fw.Array, storage: Faulty) -> None:
+    program = fw.compile(
+        """
+        #include "flashwarp/array.cuh"
+        FW_KERNEL get(fw::array<const int64_t> x, int64_t* out) { *out = x[1]; }
+        """,
+        device="cpu",
+    )
+    out = np.zeros(1, np.int64)
+    storage.inject(HELD)
+    x.scatter_async([1], -1)
+    program["get"](x, out, warps=1)
+
+    assert out[0] == -1
+
+
+def test_callback_that_calls_the_array_does_not_wait_for_itself(
+    x: fw.Array, storage: Faulty
+) -> None:
+    seen: list[int] = []
+    storage.inject(HELD)
+    first = x.scatter_async([1], -1)
+    first.add_done_callback(lambda _: seen.append(int(x[1])))
+    x.scatter_async([1], -2).result()
+    until(lambda: len(seen) == 1)
+
+    assert seen[0] in (-1, -2), "the main thread's second store may be waited for"
+
+
 # What is read and stored.
 
 

@@ -353,3 +353,17 @@ def test_kernels_start_batches_of_a_pipeline(tmp_path: Path, device: CudaDevice)
         assert failed.copy_to_host()[0] == 0
         values[ids] += 1
         np.testing.assert_array_equal(x[:], values)
+
+
+def test_launches_are_calls_in_their_order(floats: fw.Array) -> None:
+    late, other = cuda.stream(), cuda.stream()
+    indices = cuda.to_device(np.arange(1000))
+    out = cuda.device_array(1000, np.float32)
+    for step in range(1, 40):
+        values = cuda.to_device(np.full(1000, step, np.float32))
+        scatter[4, 64, late](floats, indices, values)
+        gather[4, 64, other](out, floats, indices)
+        other.synchronize()
+        assert (out.copy_to_host() == step).all()
+        scatter[4, 64, late](floats, indices, cuda.to_device(np.full(1000, -step, np.float32)))
+        assert (floats[:1000] == -step).all()
