@@ -257,6 +257,17 @@ def test_arrays_are_filled_in_place(tmp_path):
     assert mine["other"].tobytes() == held["other"]
 
 
+def test_backward_of_what_a_load_has_overwritten_raises(tmp_path):
+    write(tmp_path / "x.safetensors", MODEL)
+    model = Model()
+    loss = (model.first(torch.ones(2, 30)) @ torch.ones(20, 30) * model.first.weight[:1]).sum()
+
+    load(tmp_path / "x.safetensors", into=model)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def write_bytes(path, entries):
     """Write a safetensors file of these bytes by name."""
     header, at = {}, 0

@@ -116,6 +116,7 @@ def places_of(
             f"into: no file has {shown(missing)}; they have {shown(found)}: leave these tensors "
             "out of into, or name them by only="
         )
+    library.note_changes(tensors[name] for name in places)
     return places
 
 
