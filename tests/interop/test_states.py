@@ -201,6 +201,9 @@ def test_ranks_have_versions_of_their_own(tmp_path: Path) -> None:
     [
         (object(), "is a object, which only pickle"),
         ({1, 2}, "is a set"),
+        (np.ma.masked_equal([1, 2], 2), "is masked"),
+        (np.array([1], ">f4"), "which torch does not have"),
+        (np.array(["a"]), "which torch does not have"),
         (torch.eye(2).to_sparse(), "no dense tensor"),
         (torch.ones(2, device="meta"), "no dense tensor"),
         ({(1, 2): 3}, "is a tuple, which only pickle"),

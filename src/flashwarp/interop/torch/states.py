@@ -159,7 +159,7 @@ class _Writer:
         if isinstance(thing, torch.Tensor):
             return ["tensor", self._tensor(thing, name)]
         if isinstance(thing, np.ndarray | np.generic):
-            return ["tensor", self._tensor(torch.from_numpy(np.array(thing)), name)]
+            return ["tensor", self._tensor(_of_numpy(thing, name), name)]
         if isinstance(thing, torch.Size):
             return ["size", list(thing)]
         if isinstance(thing, list | tuple) and type(thing) in (list, tuple):
@@ -201,6 +201,15 @@ class _Writer:
             while wanted in self.tensors:
                 wanted += "+"
         return wanted
+
+
+def _of_numpy(thing: Any, name: str) -> torch.Tensor:
+    if isinstance(thing, np.ma.MaskedArray):
+        raise DtypeError(f"{name!r} is masked, and a tensor has no mask: save data and mask apart")
+    try:
+        return torch.from_numpy(np.array(thing))
+    except (TypeError, ValueError) as error:
+        raise DtypeError(f"{name!r} has dtype {thing.dtype}, which torch does not have") from error
 
 
 def _below(name: str, key: object) -> str:
