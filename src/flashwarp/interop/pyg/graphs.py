@@ -135,7 +135,8 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
         if layout is EdgeLayout.COO:
             columns = size[1] if size is not None else int(second.max()) + 1 if len(second) else 0
             rows = size[0] if size is not None else int(first.max()) + 1 if len(first) else 0
-            _check_ids(first, rows), _check_ids(second, columns)
+            _check_ids(first, rows)
+            _check_ids(second, columns)
             order = torch.argsort(second, stable=True)
             first, second = first[order], index2ptr(second[order], columns)
             layout, size = EdgeLayout.CSC, (rows, columns)
