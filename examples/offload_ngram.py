@@ -100,7 +100,7 @@ def main() -> None:
             gpu=asked.gpu,
             device=asked.device,
         ) as tables:
-            rest = {name: state[name] for name in model.state_dict()}
+            rest = {name: state[name] for name in tables.rest()}
             model.load_state_dict(rest, assign=True)
             model.to(asked.device)
             started = time.perf_counter()

@@ -176,6 +176,10 @@ class CopyError(FlashwarpError, TypeError):
     """The caller tried to copy or pickle an object that owns memory, threads or a file."""
 
 
+class ChangedTensorError(FlashwarpError, RuntimeError):
+    """A tensor that autograd has saved was changed in place before backward has used it."""
+
+
 class CacheError(FlashwarpError, ValueError):
     """A cache cannot have this geometry, or has no room for what it must hold."""
 

@@ -283,6 +283,27 @@ def test_npz_of_scipy(tmp_path, kind, symmetric):
     assert graph.weighted
 
 
+def both_ways(matrix):
+    return (matrix + matrix.T).tocoo()
+
+
+@pytest.mark.parametrize("suffix", ["npz", "mtx"])
+@pytest.mark.parametrize(
+    "one_way", [some_matrix(), sparse.coo_matrix(([1.0, 2.0], ([0, 1], [1, 0])), (30, 30))]
+)
+def test_a_matrix_with_edges_in_one_direction_says_what_becomes_of_them(tmp_path, suffix, one_way):
+    write = {"npz": sparse.save_npz, "mtx": io.mmwrite}[suffix]
+    path = tmp_path / f"m.{suffix}"
+
+    write(path, one_way)
+    with pytest.raises(ArgumentError, match=r"give symmetric=False .* symmetric=True"):
+        load(path, tmp_path / "graph")
+    assert not (tmp_path / "graph").exists()
+
+    write(path, both_ways(one_way))
+    assert rows_of(load(path, tmp_path / "graph")) == expected_lists(one_way, True)
+
+
 def test_matrix_market_with_weights_and_as_a_pattern(tmp_path):
     matrix = some_matrix()
     io.mmwrite(tmp_path / "m.mtx", matrix)
@@ -350,7 +371,7 @@ def test_file_of_nonsense(tmp_path, name, content):
 
 def test_npz_cut_short_anywhere_or_with_a_flipped_byte_raises_or_is_whole(tmp_path):
     whole = damaged_npz(tmp_path).read_bytes()
-    expected = rows_of(load(tmp_path / "m.npz", tmp_path / "graph"))
+    expected = rows_of(load(tmp_path / "m.npz", tmp_path / "graph", symmetric=True))
     random = np.random.default_rng(2)
     for _ in range(60):
         data = bytearray(whole[: random.integers(len(whole))] if random.random() < 0.3 else whole)
@@ -359,7 +380,7 @@ def test_npz_cut_short_anywhere_or_with_a_flipped_byte_raises_or_is_whole(tmp_pa
         (tmp_path / "d.npz").write_bytes(data)
 
         try:
-            graph = load(tmp_path / "d.npz", tmp_path / "other")
+            graph = load(tmp_path / "d.npz", tmp_path / "other", symmetric=True)
         except FileFormatError:
             continue
         assert rows_of(graph) == expected
@@ -426,6 +447,22 @@ def test_command_makes_a_graph_and_tells_of_it(monkeypatch, tmp_path, capsys):
 
     assert told[0] == told[1]
     assert "vertices   4, 1 without neighbours\nentries    4\n" in told[0]
+
+
+@pytest.mark.parametrize(("option", "entries"), [("--directed", 2), ("--undirected", 4)])
+def test_command_asks_which_way_edges_of_a_matrix_go(
+    monkeypatch, tmp_path, capsys, option, entries
+):
+    lines = "%%MatrixMarket matrix coordinate pattern general\n3 3 2\n1 2\n2 3\n"
+    (tmp_path / "m.mtx").write_text(lines)
+    command = ["flashwarp", "graph", "make", str(tmp_path / "m.mtx"), str(tmp_path / "g")]
+    for more, code, says in (([], 1, "not symmetric"), ([option], 0, f"entries    {entries}\n")):
+        monkeypatch.setattr("sys.argv", command + more)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        shown = capsys.readouterr()
+        assert ended.value.code == code
+        assert says in shown.out + shown.err
 
 
 def test_command_orders_a_graph(monkeypatch, tmp_path, capsys):

@@ -6,10 +6,17 @@ import errno
 import gc
 import os
 import threading
+import weakref
 
 import pytest
 
-from flashwarp.errors import ArgumentError, ClosedError, PathError, StorageError
+from flashwarp.errors import (
+    ArgumentError,
+    ChangedTensorError,
+    ClosedError,
+    PathError,
+    StorageError,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -180,6 +187,59 @@ def test_a_change_in_place_is_saved_anew(tmp_path):
             (x.square() * buffer.clone()).sum().backward()
         assert offloaded.stats().saved > 3
     assert torch.allclose(x.grad, 2 * x * 6)
+
+
+def change_a_weight():
+    first, second = torch.nn.Linear(40, 40), torch.nn.Linear(40, 1)
+    optimizer = torch.optim.SGD(second.parameters(), lr=100.0)
+    loss = second(first(torch.ones(1, 40))).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    return loss
+
+
+def change_a_small_result():
+    loss = (torch.zeros(4, requires_grad=True) * 1).exp()
+    loss.mul_(3)
+    return loss.sum()
+
+
+def change_a_view_of_a_large_input():
+    x = torch.ones(300, 200)
+    loss = torch.nn.Linear(200, 8)(x).sum()
+    x[7].add_(1)
+    return loss
+
+
+@pytest.mark.parametrize(
+    "forward", [change_a_weight, change_a_small_result, change_a_view_of_a_large_input]
+)
+def test_a_tensor_that_was_changed_in_place_is_an_error_as_with_torch(tmp_path, forward):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        forward().backward()
+
+    with offloading(tmp_path), pytest.raises(ChangedTensorError, match=r"inplace .*version 1"):
+        forward().backward()
+
+
+def test_changes_that_backward_does_not_see_are_allowed(tmp_path):
+    x, weight = torch.ones(300, 200), torch.ones(200, 8, requires_grad=True)
+    with offloading(tmp_path) as offloaded:
+        first = x @ weight
+        first.sum().backward()
+        x.add_(1)
+        (x @ weight).sum().backward()
+        assert offloaded.stats().saved == 2
+    assert torch.equal(weight.grad, torch.full((200, 8), 300.0 * 3))
+
+
+def test_results_are_free_when_nobody_runs_backward(tmp_path):
+    with offloading(tmp_path):
+        for size in (4, 200):
+            result = torch.ones(size, size, requires_grad=True).exp()
+            seen = weakref.ref(result)
+            del result
+            assert seen() is None
 
 
 def test_retained_and_interleaved_graphs(tmp_path, x):

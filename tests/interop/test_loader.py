@@ -261,6 +261,56 @@ def test_epoch_goes_on_where_a_state_says(arrays, workers):
     assert taken + labels_of(in_workers(second, workers)) == labels_of(first)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_after_a_peek_has_all_batches(arrays, workers):
+    loader = fw.torch.Loader(arrays, 300)
+
+    next(iter(in_workers(loader, workers)))
+
+    assert joined(labels_of(in_workers(loader, workers))) == list(range(ROWS))
+
+
+def test_an_inner_loop_takes_nothing_from_the_outer_one(arrays):
+    loader = fw.torch.Loader(arrays, 300)
+    states = []
+    for outer, _ in enumerate(loader, 1):
+        assert joined(labels_of(loader)) == list(range(ROWS))
+        states.append((outer, loader.state_dict()["batch"]))
+
+    assert states == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert loader.state_dict()["batch"] == 0
+
+
+def test_state_is_that_of_the_iteration_that_handed_out_last(arrays):
+    loader = fw.torch.Loader(arrays, 100)
+    for number, _ in enumerate(loader):
+        if number == 3:
+            break
+    assert loader.state_dict() == {"epoch": 0, "batch": 4}
+
+    next(iter(loader))
+    assert loader.state_dict() == {"epoch": 0, "batch": 1}
+
+    batches = iter(loader)
+    next(batches)
+    loader.load_state_dict({"epoch": 1, "batch": 8})
+    assert sum(1 for _ in batches) == 9
+    assert loader.state_dict() == {"epoch": 1, "batch": 8}
+    assert len(labels_of(loader)) == 2
+
+
+def test_workers_do_not_know_what_was_handed_out(arrays):
+    loader = fw.torch.Loader(arrays, 100)
+    loader.set_epoch(2)
+    labels_of(in_workers(loader, 2))
+
+    with pytest.raises(ArgumentError, match="'epoch': 2, 'batch': count"):
+        loader.state_dict()
+
+    loader.set_epoch(3)
+    assert loader.state_dict() == {"epoch": 3, "batch": 0}
+
+
 def test_iteration_that_ends_begins_anew(arrays):
     loader = fw.torch.Loader(arrays, 500)
     loader.load_state_dict({"epoch": 0, "batch": 1})
@@ -349,3 +399,10 @@ def test_arrays_that_do_not_fit_together(tmp_path, arrays):
 def test_states_of_something_else(arrays, state):
     with pytest.raises(ArgumentError):
         fw.torch.Loader(arrays, 4).load_state_dict(state)
+
+
+def test_a_state_that_is_refused_changes_nothing(arrays):
+    loader = fw.torch.Loader(arrays, 4)
+    with pytest.raises(ArgumentError):
+        loader.load_state_dict({"epoch": 3, "batch": -1})
+    assert loader.state_dict() == {"epoch": 0, "batch": 0}

@@ -21,6 +21,7 @@ from flashwarp.errors import (
     ArgumentError,
     CacheError,
     ClosedError,
+    CopyError,
     DtypeError,
     FileFormatError,
     MissingFileError,
@@ -149,7 +150,7 @@ def test_outputs_are_those_of_the_resident_model(model, folder, tokens):
         with small(model, folder) as offloaded:
             for _ in range(3):
                 assert all(map(torch.equal, model(tokens), expected))
-            assert "ngram_embedding.weight" not in " ".join(model.state_dict())
+            assert "ngram_embedding.weight" not in " ".join(offloaded.rest())
             assert list(offloaded.tables) == [
                 "layers.0.ngram_embedding", "layers.1.ngram_embedding", "scaled", "table",
             ]  # fmt: skip
@@ -161,8 +162,8 @@ def test_a_model_on_the_meta_device_gets_its_tables(model, folder, tokens):
     with torch.device("meta"):
         other = Model().eval()
 
-    with torch.no_grad(), small(other, folder):
-        rest = {k: v for k, v in model.state_dict().items() if k in other.state_dict()}
+    with torch.no_grad(), small(other, folder) as offloaded:
+        rest = {k: v for k, v in model.state_dict().items() if k in offloaded.rest()}
         assert sorted(rest) == ["head.bias", "head.weight"]
         other.load_state_dict(rest, assign=True)
         other.scaled.embed_scale = model.scaled.embed_scale
@@ -656,6 +657,26 @@ def test_per_layer_embeddings_of_transformers(transformers, tmp_path):
         with small(model, tmp_path, "*per_layer"):
             assert torch.equal(table(tokens), expected)
             assert isinstance(table, kind)
+
+
+def test_a_state_that_would_lack_a_table_is_refused(model, folder):
+    def names():
+        return sorted(model.state_dict())
+
+    whole = names()
+    with small(model, folder, "table") as first, small(model, folder, "scaled") as second:
+        with pytest.raises(CopyError, match=r"scaled\.weight.*safetensors.*rest\(\)"):
+            names()
+        with pytest.raises(CopyError, match="the offloaded table scaled"):
+            torch.save(model.state_dict(), folder / "saved.pt")
+        assert sorted(set(whole) - set(first.rest())) == ["scaled.weight", "table.weight"]
+        assert sorted(first.rest()) == sorted(second.rest())
+        assert first.rest()["head.weight"].data_ptr() == model.head.weight.data_ptr()
+        with pytest.raises(CopyError):
+            names()
+
+    assert names() == whole
+    assert not (folder / "saved.pt").exists()
 
 
 def test_files_of_the_library_of_the_format(tmp_path, model, tokens):

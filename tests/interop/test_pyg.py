@@ -202,6 +202,99 @@ def test_groups_of_nodes(arrays):
     assert store.get_tensor_size("paper", "x") == arrays["x"].shape
 
 
+CITES = ("paper", "cites", "paper")
+
+
+def two_types(arrays, graph, sampler, **options):
+    """A loader over papers with their numbers as features, and authors with others."""
+    features = {("author", "x"): arrays["x"], ("paper", "x"): arrays["y"]}
+    stores = fw.pyg.FeatureStore(features), fw.pyg.GraphStore({CITES: graph})
+    return NodeLoader(stores, sampler, batch_size=50, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_seeds_of_a_type_get_the_features_of_their_type(arrays, graph, workers):
+    seeds = torch.arange(0, graph.vertices, 3)
+    with fw.pyg.NeighborSampler(graph, FANOUTS, edge_type=CITES, device="cpu") as sampler:
+        loader = two_types(
+            arrays, graph, sampler, input_nodes=("paper", seeds), num_workers=workers
+        )
+        for batch in loader:
+            papers = batch["paper"]
+            assert torch.equal(papers.x, papers.n_id)
+            assert torch.equal(papers.x[: papers.batch_size], seeds[papers.input_id])
+            row, column = papers.x[batch[CITES].edge_index]
+            lists = graph.in_memory()
+            for neighbour, vertex in zip(row.tolist(), column.tolist(), strict=True):
+                mine = slice(graph.offsets[vertex], graph.offsets[vertex + 1])
+                assert neighbour in lists[mine]
+
+
+@pytest.mark.parametrize("seeds", [("paper", torch.arange(9)), torch.arange(9)])
+def test_a_sampler_without_types_is_refused_where_there_are_several(arrays, graph, sampler, seeds):
+    with pytest.raises(ArgumentError, match="edge_type="):
+        next(iter(two_types(arrays, graph, sampler, input_nodes=seeds)))
+
+
+@pytest.mark.parametrize("seeds", [("author", torch.arange(9)), torch.arange(9)])
+def test_seeds_of_another_type_are_refused(arrays, graph, seeds):
+    with (
+        fw.pyg.NeighborSampler(graph, FANOUTS, edge_type=CITES, device="cpu") as sampler,
+        pytest.raises(ArgumentError, match="vertices are of type 'paper'"),
+    ):
+        next(iter(two_types(arrays, graph, sampler, input_nodes=seeds)))
+
+
+@pytest.mark.parametrize("edge_type", ["paper", ("paper", "by", "author"), ("a", "b"), (1, 2, 1)])
+def test_edges_between_two_types_are_refused(graph, edge_type):
+    with pytest.raises(ArgumentError, match="ids of one kind"):
+        fw.pyg.NeighborSampler(graph, FANOUTS, edge_type=edge_type, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["edge_attr", "weight"])
+def test_features_of_edges_are_not_read_by_ids_of_nodes(tmp_path, arrays, graph, sampler, name):
+    rows = graph.vertices if "edge" in name else graph.entries
+    np.save(tmp_path / "edges.npy", np.arange(rows))
+    with fw.open(tmp_path / "edges.npy", device="cpu") as edges:
+        stores = {"x": arrays["x"], name: edges}
+        with pytest.raises(ArgumentError, match="features of edges"):
+            next(iter(loader_of(stores, graph, sampler)))
+
+        assert fw.pyg.FeatureStore(stores)[None, name, torch.tensor([5])].tolist() == [5]
+
+
+def test_a_mask_of_other_rows_is_refused(arrays):
+    store = fw.pyg.FeatureStore(arrays)
+    mask = torch.zeros(len(arrays["x"]), dtype=torch.bool)
+    mask[3] = True
+
+    assert store[None, "y", mask].tolist() == [3]
+    with pytest.raises(ArgumentError, match="a mask of shape"):
+        store[None, "y", mask[:-1]]
+
+
+@pytest.mark.parametrize("layout", ["coo", "csc", "csr"])
+def test_edges_of_nodes_that_are_not_there_are_refused(tmp_path, layout):
+    store = fw.pyg.GraphStore(folder=tmp_path)
+    edges = {
+        "coo": (torch.tensor([0, 5]), torch.tensor([1, 1])),
+        "csc": (torch.tensor([0, 5]), torch.tensor([0, 0, 2])),
+        "csr": (torch.tensor([0, 0, 2]), torch.tensor([-1, 1])),
+    }[layout]
+
+    with pytest.raises(BoundsError, match=r"an edge has the node (5|-1), and there are 2"):
+        store.put_edge_index(edges, edge_type=CITES, layout=layout, size=(2, 2))
+
+
+def test_two_types_of_edges_never_share_a_folder(tmp_path):
+    store = fw.pyg.GraphStore(folder=tmp_path)
+    edges = torch.tensor([0]), torch.tensor([1])
+    store.put_edge_index(edges, edge_type=("a__b", "c", "d"), layout="coo", size=(2, 2))
+
+    with pytest.raises(ArgumentError, match="rename"):
+        store.put_edge_index(edges, edge_type=("a", "b__c", "d"), layout="coo", size=(2, 2))
+
+
 def test_tensors_are_put_into_files(tmp_path):
     store = fw.pyg.FeatureStore(folder=tmp_path, device="cpu")
     values = torch.arange(12.0).reshape(6, 2)

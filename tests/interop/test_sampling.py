@@ -326,6 +326,21 @@ def test_what_is_no_graph(graph, tmp_path):
         fw.torch.NeighborSampler(graph.folder, (3,))
 
 
+def test_arrays_of_two_graphs_and_in_the_other_order_are_refused(tmp_path):
+    for name, values in (("offsets", [0, 2, 3]), ("ids", [1, 0, 1]), ("others", [1, 0])):
+        np.save(tmp_path / f"{name}.npy", np.array(values, np.int64))
+    offsets, ids, others = (
+        fw.open(tmp_path / f"{name}.npy", device="cpu") for name in ("offsets", "ids", "others")
+    )
+    with offsets, ids, others:
+        for graph in ((offsets, others), (ids, offsets)):
+            with pytest.raises(ArgumentError, match=r"offsets run from \d to \d"):
+                fw.torch.NeighborSampler(graph, (3,))
+        sample = fw.torch.NeighborSampler((offsets, ids), (3,)).sample([0])
+
+    assert sample.nodes.tolist() == [0, 1]
+
+
 def test_arrays_on_two_devices(graph):
     one, other = fw.CpuDevice(1), fw.CpuDevice(2)
     with (

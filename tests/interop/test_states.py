@@ -142,6 +142,37 @@ def test_other_floats_layouts_and_shared_tensors(tmp_path: Path) -> None:
     assert (float(again["1"]), float(again[1])) == (1, 0)
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda n: np.asfortranarray(np.full((64, 32), float(n))),
+        lambda n: torch.full((64, 32), complex(n, n)).t().conj(),
+        lambda n: torch.full((64, 32), complex(n, n + 1)).t().conj().imag,
+        lambda n: torch.full((64, 32), float(n)).t(),
+    ],
+)
+def test_what_is_copied_on_the_way_passes_for_no_other(tmp_path: Path, made: Any) -> None:
+    state = {str(n): made(n) for n in range(6)}
+
+    flashwarp.torch.save(state, tmp_path)
+
+    again = flashwarp.torch.load(tmp_path)
+    assert all(torch.equal(again[key], torch.as_tensor(each)) for key, each in state.items())
+    assert len({each.data_ptr() for each in again.values()}) == 6
+
+
+def test_views_that_differ_in_a_bit_alone_are_no_aliases(tmp_path: Path) -> None:
+    value = torch.full((3,), 1 + 2j)
+    state = [value, value.conj(), value.imag, value.conj().imag, value.conj(), value]
+
+    flashwarp.torch.save(state, tmp_path)
+
+    again = flashwarp.torch.load(tmp_path)
+    assert all(map(torch.equal, again, state))
+    assert again[0] is again[5]
+    assert again[1] is again[4]
+
+
 def test_versions_count_up_and_are_kept(tmp_path: Path) -> None:
     assert [flashwarp.torch.save({"n": n}, tmp_path) for n in range(3)] == [0, 1, 2]
     assert flashwarp.torch.save({"n": 9}, tmp_path, version=9) == 9
@@ -170,6 +201,9 @@ def test_ranks_have_versions_of_their_own(tmp_path: Path) -> None:
     [
         (object(), "is a object, which only pickle"),
         ({1, 2}, "is a set"),
+        (np.ma.masked_equal([1, 2], 2), "is masked"),
+        (np.array([1], ">f4"), "which torch does not have"),
+        (np.array(["a"]), "which torch does not have"),
         (torch.eye(2).to_sparse(), "no dense tensor"),
         (torch.ones(2, device="meta"), "no dense tensor"),
         ({(1, 2): 3}, "is a tuple, which only pickle"),

@@ -81,6 +81,19 @@ def test_gather_is_indexing(x, content, shape, dtype):
     assert torch.equal(rows, torch.from_numpy(content)[index.long()])
 
 
+def test_backward_of_what_a_gather_has_overwritten_raises(x):
+    out = torch.zeros(2, *x.shape[1:], dtype=torch.float32)
+    weight = torch.ones_like(out, requires_grad=True)
+    loss = (out * weight).sum()
+
+    fw.torch.gather(x, torch.tensor([1, 2]), out)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        fw.torch.gather(x, torch.tensor([1, 2]), torch.empty_like(out))
+
+
 def test_gather_fills_out_and_returns_it(x, content):
     index, out = ids(9), torch.empty(9, WIDTH)
 

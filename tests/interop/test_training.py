@@ -131,6 +131,19 @@ def test_gradients_stay_until_zero_grad(tmp_path):
     module.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_buffer_of_ids_may_be_used_again_before_the_step(tmp_path, dtype):
+    with table(tmp_path / "t.npy", 4, init="zeros") as module:
+        optimizer = SGD(module, lr=1.0)
+        ids = torch.empty(2, dtype=dtype)
+        for batch in ((3, 5), (5, 7)):
+            ids.copy_(torch.tensor(batch))
+            module(ids).sum().backward()
+        optimizer.step()
+
+        assert weights(module)[[3, 5, 7, 0], 0].tolist() == [-1, -2, -1, 0]
+
+
 def test_groups_have_their_own_rates_and_models_are_searched(tmp_path):
     first, second = (table(tmp_path / f"{n}.npy", 4, init="zeros") for n in "ab")
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), second)

@@ -328,6 +328,30 @@ def test_the_names_that_are_replaced_exist(abstract):
 # Without vLLM.
 
 
+class PlainBase(nn.Module):
+    """As much of the abstract class as a table needs to be opened."""
+
+    tp_size = 1
+
+    def __init__(self, dtype, *, prefix):
+        super().__init__()
+        self.weight = nn.Parameter(self.allocate_embedding_weight(ROWS, WIDTH, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_of_another_dtype_are_refused(tmp_path, dtype):
+    weight = torch.randn(ROWS, WIDTH).bfloat16()
+    checkpoint(tmp_path, weight, "BF16")
+    made = table_class(PlainBase, str(tmp_path), 1 << 26, 1 << 26, "cpu")
+
+    with pytest.raises(DtypeError, match=rf"stored as torch.bfloat16, and vLLM .* {dtype}"):
+        made(dtype, prefix=PREFIX)
+
+    table = made(torch.bfloat16, prefix=PREFIX)
+    assert torch.equal(table(torch.arange(9)), weight[:9])
+    table.close()
+
+
 def environment(monkeypatch, tmp_path, version):
     monkeypatch.setenv("FLASHWARP_VLLM_TABLES", str(tmp_path))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)

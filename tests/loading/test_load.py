@@ -257,6 +257,66 @@ def test_arrays_are_filled_in_place(tmp_path):
     assert mine["other"].tobytes() == held["other"]
 
 
+def test_backward_of_what_a_load_has_overwritten_raises(tmp_path):
+    write(tmp_path / "x.safetensors", MODEL)
+    model = Model()
+    loss = (model.first(torch.ones(2, 30)) @ torch.ones(20, 30) * model.first.weight[:1]).sum()
+
+    load(tmp_path / "x.safetensors", into=model)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def write_bytes(path, entries):
+    """Write a safetensors file of these bytes by name."""
+    header, at = {}, 0
+    for name, data in entries.items():
+        end = at + len(data)
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(entries.values()))
+
+
+@pytest.mark.parametrize("parts", [(0, 9, 0, 9), (0, 9, 4, 9), (2, 5, 0, 9), (0, 6, 5, 9)])
+def test_two_entries_for_one_memory_are_refused_before_any_byte_moves(tmp_path, parts):
+    a, b, c, d = parts
+    write_bytes(tmp_path / "x.safetensors", {"one": b"1" * (b - a), "two": b"2" * (d - c)})
+    memory = torch.zeros(9, dtype=torch.uint8)
+    into = {"one": memory[a:b], "two": memory[c:d]}
+
+    with pytest.raises(ArgumentError, match=r"'(one|two)' and '(one|two)' share memory"):
+        fw.load(tmp_path / "x.safetensors", into=into)
+
+    assert not memory.any()
+    load(tmp_path / "x.safetensors", into=into, only="two")
+    assert bytes_of(memory[c:d]) == b"2" * (d - c)
+
+
+def test_two_entries_of_the_same_bytes_fill_one_memory(tmp_path):
+    whole = bytes(range(9))
+    write_bytes(tmp_path / "x.safetensors", {"all": whole, "part": whole[3:7], "rest": whole[6:]})
+    memory = torch.zeros(9, dtype=torch.uint8)
+
+    load(
+        tmp_path / "x.safetensors",
+        into={"all": memory, "part": memory[3:7], "rest": memory[6:], "tied": memory[2:8]},
+    )
+
+    assert bytes_of(memory) == whole
+
+
+def test_a_tensor_of_no_file_that_is_filled_in_part_is_named(tmp_path):
+    write_bytes(tmp_path / "x.safetensors", {"head": b"12345"})
+    memory = torch.zeros(9, dtype=torch.uint8)
+
+    with pytest.raises(FileFormatError, match="no file has 'whole'"):
+        fw.load(tmp_path / "x.safetensors", into={"head": memory[:5], "whole": memory})
+
+    assert not memory.any()
+
+
 @pytest.mark.parametrize(
     ("into", "error", "says"),
     [

@@ -30,7 +30,17 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
     make.add_argument("folder", type=Path, help="Where offsets.npy and neighbours.npy go.")
     make.add_argument("--edge-factor", type=int, default=16, help="Edges drawn for each vertex.")
     make.add_argument("--seed", type=int, default=1, help="Of a generated graph.")
-    make.add_argument("--directed", action="store_true", help="Store edges of a file one way only.")
+    way = make.add_mutually_exclusive_group()
+    way.add_argument(
+        "--directed",
+        dest="symmetric",
+        action="store_false",
+        help="Store edges of a file one way only.",
+    )
+    way.add_argument(
+        "--undirected", dest="symmetric", action="store_true", help="Store them in both directions."
+    )
+    make.set_defaults(symmetric=None)
     make.add_argument(
         "--by-degree",
         action="store_true",
@@ -52,7 +62,7 @@ def _make(options: argparse.Namespace) -> None:
         options.folder,
         edge_factor=options.edge_factor,
         seed=options.seed,
-        symmetric=not options.directed,
+        symmetric=options.symmetric,
         by_degree=options.by_degree,
         memory_bytes=parse_bytes(options.memory),
     )

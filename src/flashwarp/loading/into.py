@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from flashwarp.device import Device
-from flashwarp.errors import ArgumentError, DtypeError, FileFormatError
+from flashwarp.errors import ArgumentError, DtypeError, FileFormatError, StorageError
 from flashwarp.loading.contents import Content, shown
 from flashwarp.loading.places import LIBRARIES, Library, Place
+from flashwarp.storage.files import open_for_reading
 from flashwarp.transfer.operand import describe
 
 __all__ = ["device_of", "library_of", "places_of", "tensors_of"]
+
+_COMPARED_BYTES = 4 << 20
 
 
 def tensors_of(into: object) -> dict[str, Any]:
@@ -76,11 +81,12 @@ def places_of(
     DtypeError
         A tensor has another dtype than the file.
     ArgumentError
-        A tensor is not dense, or not writable.
+        A tensor is not dense, or not writable; or two share memory, and the files have other bytes
+        for one than for the other.
     """
     places: dict[str, Place] = {}
     absent: list[str] = []
-    filled: set[int] = set()
+    filled: list[_Filled] = []
     for name, tensor in tensors.items():
         content = found.get(name)
         if content is None:
@@ -100,17 +106,72 @@ def places_of(
         if content.nbytes:
             side = describe(device, tensor, f"tensor {name!r} of into", writable=True)
             place = Place(side.address, side.stream)
+            filled.append(_Filled(side.address, side.address + content.nbytes, content))
         places[name] = place
-        filled.add(place.address)
+    covered = _covered(filled)
     # Tied weights are stored under one of their names.
-    missing = [n for n in absent if not _shares(tensors[n], filled, device)]
+    missing = [n for n in absent if not _is_in(tensors[n], covered, device)]
     if missing:
         raise FileFormatError(
             f"into: no file has {shown(missing)}; they have {shown(found)}: leave these tensors "
             "out of into, or name them by only="
         )
+    library.note_changes(tensors[name] for name in places)
     return places
 
 
-def _shares(tensor: Any, filled: set[int], device: Device) -> bool:
-    return describe(device, tensor, "tensor of into", writable=True).address in filled
+class _Filled(NamedTuple):
+    """Memory [begin, end) of a tensor of `into`, and what fills it."""
+
+    begin: int
+    end: int
+    content: Content
+
+
+def _covered(filled: list[_Filled]) -> list[tuple[int, int]]:
+    """Return the memory that is filled; raises ArgumentError if two entries differ in a byte."""
+    ranges: list[tuple[int, int]] = []
+    last: _Filled | None = None  # the one that ends last: all before agree with it where they meet
+    for each in sorted(filled, key=lambda each: each[:2]):
+        if last is None or each.begin > last.end:
+            ranges.append((each.begin, each.end))
+        else:
+            _check_same(last, each)
+            ranges[-1] = ranges[-1][0], max(last.end, each.end)
+        if last is None or each.end > last.end:
+            last = each
+    return ranges
+
+
+def _check_same(one: _Filled, two: _Filled) -> None:
+    """Raise ArgumentError unless the files have the same bytes for memory that both fill."""
+    shared = min(one.end, two.end) - two.begin
+    first, second = one.content.offset + two.begin - one.begin, two.content.offset
+    if shared <= 0 or (one.content.path == two.content.path and first == second):
+        return
+    pieces = range(0, shared, _COMPARED_BYTES)
+    with open_for_reading(one.content.path) as a, open_for_reading(two.content.path) as b:
+        for at in pieces:
+            size = min(_COMPARED_BYTES, shared - at)
+            here = _read(a, one.content.path, size, first + at)
+            if here != _read(b, two.content.path, size, second + at):
+                raise ArgumentError(
+                    f"into: {one.content.name!r} and {two.content.name!r} share memory, and the "
+                    "files have different bytes for them: load one of them by only=, or give each "
+                    "memory of its own"
+                )
+
+
+def _read(file: BinaryIO, path: str, nbytes: int, offset: int) -> bytes:
+    try:
+        return os.pread(file.fileno(), nbytes, offset)
+    except OSError as error:
+        number = error.errno or errno.EIO
+        raise StorageError(number, f"read: {os.strerror(number)}", path, offset=offset) from error
+
+
+def _is_in(tensor: Any, covered: list[tuple[int, int]], device: Device) -> bool:
+    """Whether all bytes of a tensor are among those that are filled."""
+    side = describe(device, tensor, "tensor of into", writable=True)
+    nbytes = side.nbytes or 0
+    return any(begin <= side.address <= end - nbytes for begin, end in covered)

@@ -79,6 +79,10 @@ class Library(ABC):
     def place(self, block: Any) -> Place:
         """Return where a block is."""
 
+    def note_changes(self, tensors: Iterable[Any]) -> None:
+        """Let the library know that tensors of the caller change behind its back."""
+        del tensors  # most keep no versions
+
     @abstractmethod
     def cut(self, block: Any, begin: int, content: Content) -> Any:
         """Return the bytes of a block from `begin` on as a tensor that holds the block."""
@@ -122,6 +126,12 @@ class _Torch(Library):
         on_gpu = self.device.kind == "cuda"
         stream = self.device.current_stream("torch").handle if on_gpu else None
         return Place(block.data_ptr(), stream)
+
+    def note_changes(self, tensors: Iterable[Any]) -> None:
+        # So that a backward that needs what they were before raises, as after a change by torch.
+        for tensor in tensors:
+            if not tensor.is_inference():
+                self._torch.autograd.graph.increment_version(tensor)
 
     def cut(self, block: Any, begin: int, content: Content) -> Any:
         dtype, shape = self.dtype(content), self.shape(content)

@@ -41,7 +41,7 @@ def load(
     *,
     edge_factor: int = EDGE_FACTOR,
     seed: int = 1,
-    symmetric: bool = True,
+    symmetric: bool | None = None,
     by_degree: bool = False,
     memory_bytes: int = MEMORY_BYTES,
 ) -> CsrGraph:
@@ -58,8 +58,9 @@ def load(
         Where its files go; not used if `what` is a folder, unless `by_degree` orders its graph.
     edge_factor, seed : int
         For generated graphs: edges drawn for each vertex, and the seed of the random stream.
-    symmetric : bool
-        Store the edges of a file in both directions. Generated graphs always are.
+    symmetric : bool, optional
+        Store the edges of a file in both directions (True), or as they are (False). Default: both
+        for an edge list; a matrix must have them. Generated graphs always are.
     by_degree : bool
         Number the vertices by falling degree, so that searches read less from a file; see
         `graphs.by_degree`. Takes twice the time and, meanwhile, twice the disk.
@@ -75,6 +76,8 @@ def load(
     ------
     MissingFileError
         When there is no such file.
+    ArgumentError
+        When a matrix has an entry in one direction only, and `symmetric` is not given.
     FileFormatError
         When a file is damaged, or says what cannot be. All of a file is looked at before a list is
         written, and all of a folder, its neighbours included, before this returns: one pass.
@@ -104,7 +107,11 @@ def load(
 
 
 def source_of(
-    what: str | Path, *, edge_factor: int = EDGE_FACTOR, seed: int = 1, symmetric: bool = True
+    what: str | Path,
+    *,
+    edge_factor: int = EDGE_FACTOR,
+    seed: int = 1,
+    symmetric: bool | None = None,
 ) -> EdgeSource:
     """Return the edges that `load` would store; the parameters are the same."""
     name, colon, scale = str(what).partition(":")
@@ -123,7 +130,7 @@ def source_of(
         return _matrix_market(path, symmetric)
     if suffixes[-1:] == [".npz"]:
         return _npz(path, symmetric)
-    return _edge_list(path, symmetric)
+    return _edge_list(path, symmetric is None or symmetric)
 
 
 def _square(path: Path, shape: Any) -> int:
@@ -156,10 +163,41 @@ def _in_chunks(
         )
 
 
+def _matrix(
+    path: Path,
+    vertices: int,
+    row: NDArray[Any],
+    column: NDArray[Any],
+    weight: NDArray[Any] | None,
+    symmetric: bool | None,
+) -> EdgeSource:
+    """Return the entries of a matrix as edges; which directions they have must be known."""
+    if symmetric is None:
+        for _ in _in_chunks(path, vertices, row, column, weight):
+            pass  # checks what the vertices are
+        there, back = _entries(row, column, weight), _entries(column, row, weight)
+        if not all(map(np.array_equal, there, back)):
+            raise ArgumentError(
+                f"{path} is not symmetric: give symmetric=False to keep its edges as they are, or "
+                "symmetric=True to store each in both directions"
+            )
+    edges = _in_chunks(path, vertices, row, column, weight)
+    return EdgeSource(vertices, edges, bool(symmetric), weight is not None)
+
+
+def _entries(
+    row: NDArray[Any], column: NDArray[Any], weight: NDArray[Any] | None
+) -> tuple[NDArray[Any], ...]:
+    """Return the places of a matrix that have an entry, in order, and the first value of each."""
+    keys = row.astype(np.uint64) << np.uint64(32) | column.astype(np.uint64)
+    places, first = np.unique(keys, return_index=True)
+    return (places,) if weight is None else (places, weight[first])
+
+
 # Matrix Market.
 
 
-def _matrix_market(path: Path, symmetric: bool) -> EdgeSource:
+def _matrix_market(path: Path, symmetric: bool | None) -> EdgeSource:
     try:
         from scipy.io import mmread
     except ImportError as error:
@@ -177,8 +215,7 @@ def _matrix_market(path: Path, symmetric: bool) -> EdgeSource:
     values = _real(path, matrix.data)
     # A pattern has no values: scipy makes all of them one.
     weight = None if np.all(values == 1) else values
-    edges = _in_chunks(path, vertices, matrix.row, matrix.col, weight)
-    return EdgeSource(vertices, edges, symmetric, weight is not None)
+    return _matrix(path, vertices, matrix.row, matrix.col, weight, symmetric)
 
 
 def _real(path: Path, values: NDArray[Any]) -> NDArray[Any]:
@@ -190,7 +227,7 @@ def _real(path: Path, values: NDArray[Any]) -> NDArray[Any]:
 # scipy.sparse.save_npz, without scipy.
 
 
-def _npz(path: Path, symmetric: bool) -> EdgeSource:
+def _npz(path: Path, symmetric: bool | None) -> EdgeSource:
     try:
         # Opened here: numpy forgets to close what it cannot read.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
@@ -218,8 +255,7 @@ def _npz(path: Path, symmetric: bool) -> EdgeSource:
         if ends.ndim != 1 or ends.dtype.kind not in "iu":
             raise FileFormatError(f"{path}: indices are one axis of integers")
     weight = None if np.all(data == 1) else data
-    edges = _in_chunks(path, vertices, row, column, weight)
-    return EdgeSource(vertices, edges, symmetric, weight is not None)
+    return _matrix(path, vertices, row, column, weight, symmetric)
 
 
 def _expand(

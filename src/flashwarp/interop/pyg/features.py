@@ -22,6 +22,10 @@ __all__ = ["FeatureStore"]
 Key: TypeAlias = tuple[Any, str]
 
 
+class _Listed(TensorAttr):  # type: ignore[misc]
+    """A name that the store has told a loader, which gives it ids of nodes as its index."""
+
+
 class FeatureStore(_FeatureStore):  # type: ignore[misc]
     """Features of nodes or edges that stay in their files, for PyG's loaders.
 
@@ -81,7 +85,8 @@ class FeatureStore(_FeatureStore):  # type: ignore[misc]
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
         key = (attr.group_name, attr.attr_name)
-        index = _rows_of(attr.index)
+        rows = len(self._arrays[key]) if key in self._arrays else None
+        index = _rows_of(attr.index, rows)
         if isinstance(tensor, Array):
             if index is not None:
                 raise ArgumentError(f"{key}: an array is put whole, with index=None")
@@ -105,9 +110,35 @@ class FeatureStore(_FeatureStore):  # type: ignore[misc]
         )
         return True
 
+    def _multi_get_tensor(self, attrs: list[TensorAttr]) -> list[Any]:
+        # PyG's loaders ask so, for what `get_all_tensor_attrs` has named.
+        self._check_nodes([each for each in attrs if isinstance(each, _Listed)])
+        return [self._get_tensor(each) for each in attrs]
+
+    def _check_nodes(self, listed: list[_Listed]) -> None:
+        """Raise ArgumentError if ids of one kind would choose rows of another kind."""
+        groups: dict[int, Any] = {}
+        lengths: dict[Any, tuple[int, str]] = {}
+        for attr in listed:
+            name, rows = attr.attr_name, len(self._array(attr))
+            other = groups.setdefault(id(attr.index), attr.group_name)
+            if other != attr.group_name:
+                raise ArgumentError(
+                    f"the same ids for {name!r} of {attr.group_name!r} and of {other!r}: a sampler "
+                    "without types gives all groups one type's ids; give it edge_type=, and the "
+                    "loader input_nodes=(type, ids)"
+                )
+            most, first = lengths.setdefault(attr.group_name, (rows, name))
+            if rows != most or not {"edge", "edges"}.isdisjoint(name.split("_")):
+                raise ArgumentError(
+                    f"{name!r} of {rows} rows beside {first!r} of {most} rows: PyG's loaders index "
+                    "all with the ids of nodes, and features of edges would be those of others. "
+                    "Keep these in a store of their own, and read them by their edges' places"
+                )
+
     def _get_tensor(self, attr: TensorAttr) -> Any:
         array = self._array(attr)
-        index = _rows_of(attr.index)
+        index = _rows_of(attr.index, len(array))
         place = _place_of(array)
         if isinstance(attr.index, np.ndarray):
             return array[attr.index]
@@ -123,7 +154,7 @@ class FeatureStore(_FeatureStore):  # type: ignore[misc]
         array = self._arrays.get((attr.group_name, attr.attr_name))
         if array is None:
             return None
-        index = _rows_of(attr.index)
+        index = _rows_of(attr.index, len(array))
         if index is None:
             return array.shape
         if isinstance(index, slice):
@@ -132,7 +163,7 @@ class FeatureStore(_FeatureStore):  # type: ignore[misc]
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:
         """Return the names of all arrays; PyG calls this."""
-        return [self._tensor_attr_cls(*key) for key in self._arrays]
+        return [_Listed(*key) for key in self._arrays]
 
     # Arrays.
 
@@ -178,8 +209,8 @@ def _key_of(name: Any) -> Key:
     raise ArgumentError(f"{name!r}: name an array 'x', or (group, 'x')")
 
 
-def _rows_of(index: Any) -> torch.Tensor | slice | None:
-    """Return which rows an index of PyG means; None for all of them."""
+def _rows_of(index: Any, rows: int | None) -> torch.Tensor | slice | None:
+    """Return which of `rows` an index of PyG means; None for all of them."""
     if index is None or (isinstance(index, slice) and index == slice(None)):
         return None
     if isinstance(index, slice):
@@ -188,6 +219,8 @@ def _rows_of(index: Any) -> torch.Tensor | slice | None:
         return torch.tensor([index])
     found = index if isinstance(index, torch.Tensor) else torch.from_numpy(np.asarray(index))
     if found.dtype is torch.bool:
+        if rows is not None and found.shape != (rows,):
+            raise ArgumentError(f"a mask of shape {tuple(found.shape)} for {rows} rows")
         return found.nonzero().view(-1)
     return found
 

@@ -14,13 +14,18 @@ from torch_geometric.data import EdgeAttr
 from torch_geometric.data import GraphStore as _GraphStore
 from torch_geometric.data.graph_store import EdgeLayout
 from torch_geometric.index import index2ptr, ptr2index
-from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
+from torch_geometric.sampler import (
+    BaseSampler,
+    HeteroSamplerOutput,
+    NodeSamplerInput,
+    SamplerOutput,
+)
 
 from flashwarp.array.array import Array
 from flashwarp.array.opening import open as open_array
 from flashwarp.config import choice
 from flashwarp.endings import Closing
-from flashwarp.errors import ArgumentError
+from flashwarp.errors import ArgumentError, BoundsError
 from flashwarp.interop.torch import sampling
 
 __all__ = ["GraphStore", "NeighborSampler"]
@@ -99,6 +104,7 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
         self._layout = EdgeLayout(layout)
         self._folder = None if folder is None else Path(folder)
         self._edges: dict[Any, _Edges] = {}
+        self._named: dict[str, Any] = {}
         if graphs is not None:
             for edge_type, graph in (
                 graphs if isinstance(graphs, Mapping) else {None: graphs}
@@ -129,6 +135,8 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
         if layout is EdgeLayout.COO:
             columns = size[1] if size is not None else int(second.max()) + 1 if len(second) else 0
             rows = size[0] if size is not None else int(first.max()) + 1 if len(first) else 0
+            _check_ids(first, rows)
+            _check_ids(second, columns)
             order = torch.argsort(second, stable=True)
             first, second = first[order], index2ptr(second[order], columns)
             layout, size = EdgeLayout.CSC, (rows, columns)
@@ -137,6 +145,7 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
             most = int(neighbours.max()) + 1 if len(neighbours) else 0
             lists = len(offsets) - 1
             size = (most, lists) if layout is EdgeLayout.CSC else (lists, most)
+        _check_ids(neighbours, size[layout is EdgeLayout.CSR])
         self._edges[edge_attr.edge_type] = _Edges(
             self._write(edge_attr.edge_type, offsets, neighbours), layout, size
         )
@@ -147,6 +156,9 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
         name = "edges" if edge_type is None else "__".join(edge_type)
         if "/" in name:
             raise ArgumentError(f"{edge_type} would be a folder elsewhere: use names without '/'")
+        other = self._named.setdefault(name, edge_type)
+        if other != edge_type:
+            raise ArgumentError(f"{edge_type} would have the folder {name!r} of {other}: rename it")
         folder = self._folder / name
         folder.mkdir(parents=True, exist_ok=True)
         np.save(folder / _OFFSETS, offsets.numpy())
@@ -184,6 +196,9 @@ class NeighborSampler(BaseSampler, Closing):  # type: ignore[misc]
         As for `flashwarp.torch.NeighborSampler`, which does the work.
     num_neighbors : sequence of int
         For each hop, how many neighbours of a vertex are sampled.
+    edge_type : (str, str, str), optional
+        In stores of several types: the type of the graph's edges, from nodes of a type to nodes of
+        the same. Seeds are then of this type of nodes, and batches are `HeteroData`.
     seed : int
         Of the random numbers.
     **options
@@ -191,6 +206,8 @@ class NeighborSampler(BaseSampler, Closing):  # type: ignore[misc]
 
     Notes
     -----
+    Seeds of another type than the graph's vertices raise ArgumentError: their ids mean others.
+
     In workers of a loader, open graph and features with ``device="cpu"``. With ``device="cuda"``
     and without workers, batches are made on the GPU.
 
@@ -208,25 +225,51 @@ class NeighborSampler(BaseSampler, Closing):  # type: ignore[misc]
     """
 
     def __init__(
-        self, graph: Any, num_neighbors: Iterable[int], *, seed: int = 0, **options: Any
+        self,
+        graph: Any,
+        num_neighbors: Iterable[int],
+        *,
+        edge_type: tuple[str, str, str] | None = None,
+        seed: int = 0,
+        **options: Any,
     ) -> None:
+        if edge_type is not None:
+            named = isinstance(edge_type, tuple) and [type(part) for part in edge_type] == [str] * 3
+            if not named or edge_type[0] != edge_type[2]:
+                raise ArgumentError(
+                    f"edge_type={edge_type!r}: name the type of the nodes, the relation, and the "
+                    "same type again, because the sampler's graph has ids of one kind"
+                )
+        self._edge_type = edge_type
         self._sampler = sampling.NeighborSampler(graph, num_neighbors, seed=seed, **options)
 
-    def sample_from_nodes(self, index: NodeSamplerInput, **_: Any) -> SamplerOutput:
+    def sample_from_nodes(
+        self, index: NodeSamplerInput, **_: Any
+    ) -> SamplerOutput | HeteroSamplerOutput:
         """Sample neighbourhoods; a loader of PyG calls this."""
         if index.time is not None:
             raise ArgumentError("the sampler knows no times of edges: leave input_time= out")
+        edge_type = self._edge_type
+        own = None if edge_type is None else edge_type[2]
+        if index.input_type != own:
+            raise ArgumentError(
+                f"seeds of type {index.input_type!r}, and the sampler's vertices are of type "
+                f"{own!r}: give both edge_type= of the sampler and input_nodes=(type, ids) of the "
+                "loader, or neither if all nodes are of one type"
+            )
         sample = self._sampler.sample(index.node)
         row, col = sample.edge_index
-        return SamplerOutput(
-            node=sample.nodes,
-            row=row,
-            col=col,
-            edge=None,
-            num_sampled_nodes=list(sample.num_sampled_nodes),
-            num_sampled_edges=list(sample.num_sampled_edges),
-            metadata=(index.input_id, index.time),
-        )
+        nodes, edges = list(sample.num_sampled_nodes), list(sample.num_sampled_edges)
+        metadata = (index.input_id, index.time)
+        if edge_type is None:
+            return SamplerOutput(
+                sample.nodes, row, col, None,
+                num_sampled_nodes=nodes, num_sampled_edges=edges, metadata=metadata,
+            )  # fmt: skip
+        return HeteroSamplerOutput(
+            {own: sample.nodes}, {edge_type: row}, {edge_type: col}, {edge_type: None},
+            num_sampled_nodes={own: nodes}, num_sampled_edges={edge_type: edges}, metadata=metadata,
+        )  # fmt: skip
 
     def sample_from_edges(self, *_: Any, **__: Any) -> Any:
         """Raise ArgumentError: only neighbourhoods of nodes are sampled."""
@@ -237,10 +280,19 @@ class NeighborSampler(BaseSampler, Closing):  # type: ignore[misc]
         self._sampler.close()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _with, (self._sampler,)
+        return _with, (self._sampler, self._edge_type)
 
 
-def _with(sampler: sampling.NeighborSampler) -> NeighborSampler:
+def _with(
+    sampler: sampling.NeighborSampler, edge_type: tuple[str, str, str] | None
+) -> NeighborSampler:
     made = NeighborSampler.__new__(NeighborSampler)
-    made._sampler = sampler
+    made._sampler, made._edge_type = sampler, edge_type
     return made
+
+
+def _check_ids(ids: torch.Tensor, count: int) -> None:
+    """Raise BoundsError for an id that no node has; torch would write past its memory."""
+    wrong = ids[(ids < 0) | (ids >= count)]
+    if len(wrong):
+        raise BoundsError(f"an edge has the node {int(wrong[0])}, and there are {count}")

@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from flashwarp.config import integer, parse_bytes
 from flashwarp.device import resolve
 from flashwarp.endings import Closing
+from flashwarp.errors import ChangedTensorError
 from flashwarp.interop.torch.activation_store import ActivationStore, Kept
 
 __all__ = ["ActivationOffload", "ActivationStats", "offload_activations"]
@@ -100,6 +101,9 @@ def offload_activations(
         Forward or backward waited longer than FLASHWARP_TIMEOUT_S.
     ClosedError
         Backward ran after the ``with`` statement.
+    ChangedTensorError
+        A tensor that backward needs, of any size, was changed in place since forward has saved it,
+        as torch's RuntimeError: raised by backward.
 
     Notes
     -----
@@ -131,13 +135,31 @@ def offload_activations(
 
 @dataclass(slots=True)
 class _Saved:
-    """What autograd keeps in place of a tensor."""
+    """What autograd keeps in place of a tensor.
 
-    kept: Kept
-    dtype: torch.dtype
+    Torch compares no versions of tensors that hooks have taken, so this does: the version counter
+    is that of the tensor and its views, with or without their memory.
+    """
+
+    tensor: torch.Tensor
+    """Itself, apart from its graph; or of no elements, if `kept` has the bytes."""
+    version: int
+    kept: Kept | None
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+    def check(self) -> None:
+        """Raise ChangedTensorError if the tensor was changed since it was saved."""
+        now = self.tensor._version
+        if now != self.version:
+            raise ChangedTensorError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{self.tensor.type()} {list(self.size)}] is at version {now}; "
+                f"expected version {self.version} instead. Hint: what backward needs must not "
+                "change between forward and backward; torch.autograd.set_detect_anomaly(True) "
+                "shows the operation of forward that has saved it."
+            )
 
 
 class ActivationOffload(Closing):
@@ -186,9 +208,10 @@ class ActivationOffload(Closing):
 
     # Forward.
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor.detach(), tensor._version, None, tensor.size(), (), 0)
         if not self._is_activation(tensor):
-            return tensor
+            return saved
         with self._lock, torch.no_grad():
             storage = tensor.untyped_storage()
             key = storage._cdata, tensor._version
@@ -198,7 +221,9 @@ class ActivationOffload(Closing):
                 kept = self._store.save(flat)
                 self._forget_freed()
                 self._known[key] = StorageWeakRef(storage), weakref.ref(kept)
-        return _Saved(kept, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        saved.kept, saved.stride, saved.offset = kept, tensor.stride(), tensor.storage_offset()
+        saved.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return saved
 
     def _is_activation(self, tensor: torch.Tensor) -> bool:
         # Parameters are of another type, and so are tensors that are no memory.
@@ -222,19 +247,21 @@ class ActivationOffload(Closing):
 
     # Backward.
 
-    def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        saved.check()
+        kept = saved.kept
+        if kept is None:
+            return saved.tensor
         with self._lock, torch.no_grad():
-            flat = self._bring(saved.kept)
-            self._look_ahead(saved.kept)
+            flat = self._bring(kept)
+            self._look_ahead(kept)
             if self._side is not None:
                 current = torch.cuda.current_stream(self._place)
-                saved.kept.arrival.before(current)
+                kept.arrival.before(current)
                 flat.record_stream(current)
             else:
-                saved.kept.arrival.wait()
-            found = torch.empty(0, dtype=saved.dtype, device=flat.device)
+                kept.arrival.wait()
+            found = torch.empty(0, dtype=saved.tensor.dtype, device=flat.device)
             return found.set_(flat.untyped_storage(), saved.offset, saved.size, saved.stride)
 
     def _bring(self, kept: Kept) -> torch.Tensor:

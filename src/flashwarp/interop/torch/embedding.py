@@ -185,7 +185,8 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
             raise ReadOnlyError(
                 'the table is read-only, so its gradients lead nowhere: open it with mode="r+"'
             )
-        self.pending.append(Kept(ids, gradients, self.array.device))
+        # The caller may change its ids before a step: they may be a buffer for those of each batch.
+        self.pending.append(Kept(ids.clone(), gradients, self.array.device))
 
     # Ahead, and the end.
 

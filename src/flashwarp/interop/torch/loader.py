@@ -11,6 +11,7 @@ import collections
 import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -115,8 +116,13 @@ class Loader(IterableDataset):  # type: ignore[misc]
         self.sampler = sampler
         self._rows = None if rows is None else self._checked(rows)
         self.device = None if device is None else torch.device(device)
-        # In memory that processes share, so that workers that persist see it.
-        self._state = torch.zeros(2, dtype=torch.int64).share_memory_()
+        # The epoch, the batch at which iterations begin, and whether workers have begun one: in
+        # memory that processes share, so that workers that persist see it.
+        self._state = torch.zeros(3, dtype=torch.int64).share_memory_()
+        # The iterations of this process that run; the one that handed out last is at the end. And
+        # the last one, even if it was left.
+        self._running: list[_Iteration] = []
+        self._last: _Iteration | None = None
 
     # Epochs.
 
@@ -131,16 +137,28 @@ class Loader(IterableDataset):  # type: ignore[misc]
         Without it, every iteration has the same order. Workers see it too, persistent ones at
         their next iteration. A `sampler` that has `set_epoch` is told.
         """
-        self._state[0] = integer("epoch", epoch, 0, SIZE_MAX)
-        self._state[1] = 0
+        self._begin_at(integer("epoch", epoch, 0, SIZE_MAX), 0)
+
+    def _begin_at(self, epoch: int, batch: int) -> None:
+        self._state[0], self._state[1], self._state[2] = epoch, batch, 0
+        self._running, self._last = [], None
 
     def state_dict(self) -> dict[str, int]:
         """Return where the iteration stands: its epoch, and the batches handed out.
 
-        In the main process of a `DataLoader` with workers, which hand them out, count the batches
-        yourself.
+        Of several iterations, the one that handed out a batch last and has not reached its end.
+
+        Raises ArgumentError if workers of a `DataLoader` have begun an iteration since `set_epoch`:
+        they are ahead of what the `DataLoader` has handed out. Count its batches yourself; a state
+        is ``{"epoch": epoch, "batch": count}``.
         """
-        return {"epoch": int(self._state[0]), "batch": int(self._state[1])}
+        if self._state[2]:
+            raise ArgumentError(
+                "workers of a DataLoader make the batches, ahead of those that it hands out: count "
+                f"these, and use {{'epoch': {self.epoch}, 'batch': count}} as the state"
+            )
+        batch = int(self._state[1]) if self._last is None else self._last.handed_out
+        return {"epoch": self.epoch, "batch": batch}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Let the next iteration begin behind the batches that a state has handed out.
@@ -150,8 +168,8 @@ class Loader(IterableDataset):  # type: ignore[misc]
         """
         if set(state) != {"epoch", "batch"}:
             raise ArgumentError(f"{sorted(state)} is no state of a loader: epoch and batch")
-        self.set_epoch(state["epoch"])
-        self._state[1] = integer("batch", state["batch"], 0, SIZE_MAX)
+        epoch, batch = (integer(name, state[name], 0, SIZE_MAX) for name in ("epoch", "batch"))
+        self._begin_at(epoch, batch)
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
@@ -212,13 +230,24 @@ class Loader(IterableDataset):  # type: ignore[misc]
         numbers = range(begin + number, count, stride)
         parts = (self._part(order, rows, each) for each in numbers)
         read = self._from_cpu(parts) if kinds == {"cpu"} else self._on_gpu(parts)
-        with contextlib.closing(read):
-            for each, tensors in zip(numbers, read, strict=True):
-                if worker is None:
-                    self._state[1] = each + 1
-                yield self._formed(tensors)
-        if worker is None:
-            self._state[1] = 0
+        self._state[2] = int(worker is not None)
+        this, running = _Iteration(begin), self._running
+        running.append(this)
+        try:
+            with contextlib.closing(read):
+                for each, tensors in zip(numbers, read, strict=True):
+                    this.handed_out = each + 1
+                    running.remove(this)
+                    running.append(this)
+                    if running is self._running:
+                        self._last = this
+                    yield self._formed(tensors)
+        finally:
+            running.remove(this)
+        if running is self._running:
+            self._last = running[-1] if running else None
+            if worker is None:
+                self._state[1] = 0
 
     def _part(self, order: Rows | None, rows: int, number: int) -> slice | Rows:
         first = number * self.batch_size
@@ -294,6 +323,13 @@ class Loader(IterableDataset):  # type: ignore[misc]
         return (
             tuple(tensors) if self._names is None else dict(zip(self._names, tensors, strict=True))
         )
+
+
+@dataclass(eq=False)
+class _Iteration:
+    """How far one iteration has come."""
+
+    handed_out: int
 
 
 # Memory.

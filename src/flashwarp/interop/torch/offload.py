@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -102,8 +103,9 @@ def offload(
 
     Notes
     -----
-    Nothing changes in the model if this raises. `state_dict` of the model has no entry for the
-    tables; load other weights with ``strict=False``. Lookups give rows in the dtype that `weight`
+    Nothing changes in the model if this raises. `state_dict` of the model raises CopyError, because
+    it would lack the tables: `Offloaded.rest` is the state without them. Load other weights with
+    ``strict=False``. Lookups give rows in the dtype that `weight`
     had, and no gradient: a table that required one refuses lookups in training. Streams, graphs and
     errors are as for `flashwarp.torch.gather`.
 
@@ -133,7 +135,7 @@ def offload(
     plan.checks_lookups = rows_per_step is None
     with contextlib.ExitStack() as opened:
         cache, arrays = plan.open(tables, opened)
-        offloaded = Offloaded(tables, cache, arrays, plan)
+        offloaded = Offloaded(model, tables, cache, arrays, plan)
         opened.pop_all()
     return offloaded
 
@@ -151,12 +153,14 @@ class Offloaded(Closing):
 
     def __init__(
         self,
+        model: torch.nn.Module,
         tables: Sequence[ModelTable],
         cache: Cache,
         arrays: Sequence[OpenedTable],
         plan: Plan,
     ) -> None:
         self._closed = False
+        self._model = model
         self._arrays = [array for each in arrays for array in each.arrays]
         self._plan = plan
         self._tables = list(tables)
@@ -178,6 +182,22 @@ class Offloaded(Closing):
     def tensors(self) -> list[Tensor]:
         """The tensors of the checkpoint that hold the rows."""
         return [tensor for table in self._tables for tensor in table.tensors]
+
+    def rest(self) -> dict[str, Any]:
+        """Return the `state_dict` of the model without offloaded tables.
+
+        Save it beside the checkpoint, which has their rows; or fill its tensors, which are those of
+        the model, by ``flashwarp.load(files, into=offloaded.rest())``.
+        """
+        held = [module.__dict__.get("weight") for module in self._model.modules()]
+        weights = [each for each in held if isinstance(each, TableWeight)]
+        try:
+            for each in weights:
+                each.left_out = True
+            return dict(self._model.state_dict())
+        finally:
+            for each in weights:
+                each.left_out = False
 
     def report(self) -> OffloadReport:
         """Return what the tables did since they were offloaded; waits for lookups that run."""

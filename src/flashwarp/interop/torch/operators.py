@@ -209,6 +209,8 @@ def _gather_into(idx: torch.Tensor, out: torch.Tensor, _order: torch.Tensor, han
     array = array_of(handle)
     _check_place(array, idx, out)
     array.gather(idx.contiguous(), out, _stream_of(idx))
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)  # as torch's own operators do
 
 
 def _scatter(idx: torch.Tensor, values: torch.Tensor, _order: torch.Tensor, handle: str) -> None:

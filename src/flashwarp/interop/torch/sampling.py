@@ -163,6 +163,12 @@ class NeighborSampler(Closing):
                 f"offsets are on {offsets.device.name} and neighbours on {neighbours.device.name}: "
                 "open both on one device"
             )
+        first, last = offsets[0], offsets[-1]
+        if first != 0 or last != len(neighbours):
+            raise ArgumentError(
+                f"offsets run from {first} to {last}, and there are {len(neighbours)} neighbours: "
+                "give (offsets, neighbours) of one graph, in this order"
+            )
 
     @property
     def vertices(self) -> int:

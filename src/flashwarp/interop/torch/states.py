@@ -93,7 +93,8 @@ def save(
             writer.write(_STRUCTURE, 0, text)
             for name, tensor in states.tensors.items():
                 if tensor.nbytes:
-                    writer.write(name, 0, _bytes(tensor.cpu()))
+                    dense = tensor.resolve_conj().resolve_neg().contiguous()
+                    writer.write(name, 0, _bytes(dense.cpu()))
             writer.commit()
     return number
 
@@ -148,6 +149,7 @@ class _Writer:
     """Encodes a state, and collects its tensors by the names of their regions."""
 
     def __init__(self) -> None:
+        # As they were given, and kept: the address of a tensor that is gone comes again.
         self.tensors: dict[str, torch.Tensor] = {}
         self._known: dict[Any, str] = {}
 
@@ -157,7 +159,7 @@ class _Writer:
         if isinstance(thing, torch.Tensor):
             return ["tensor", self._tensor(thing, name)]
         if isinstance(thing, np.ndarray | np.generic):
-            return ["tensor", self._tensor(torch.from_numpy(np.array(thing)), name)]
+            return ["tensor", self._tensor(_of_numpy(thing, name), name)]
         if isinstance(thing, torch.Size):
             return ["size", list(thing)]
         if isinstance(thing, list | tuple) and type(thing) in (list, tuple):
@@ -182,11 +184,14 @@ class _Writer:
             )
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             raise DtypeError(f"{name!r} is no dense tensor with data: {tensor.layout}")
-        dense = tensor.detach().resolve_conj().resolve_neg()
-        key = (dense.data_ptr(), dense.dtype, dense.shape, dense.stride(), dense.device)
-        if not dense.nbytes or key not in self._known:
+        given = tensor.detach()
+        key = (
+            *(given.data_ptr(), given.dtype, given.shape, given.stride(), given.device),
+            *(given.is_conj(), given.is_neg()),
+        )
+        if not given.nbytes or key not in self._known:
             self._known[key] = self._region_name(name)
-            self.tensors[self._known[key]] = dense.contiguous()
+            self.tensors[self._known[key]] = given
         return self._known[key]
 
     def _region_name(self, name: str) -> str:
@@ -196,6 +201,15 @@ class _Writer:
             while wanted in self.tensors:
                 wanted += "+"
         return wanted
+
+
+def _of_numpy(thing: Any, name: str) -> torch.Tensor:
+    if isinstance(thing, np.ma.MaskedArray):
+        raise DtypeError(f"{name!r} is masked, and a tensor has no mask: save data and mask apart")
+    try:
+        return torch.from_numpy(np.array(thing))
+    except (TypeError, ValueError) as error:
+        raise DtypeError(f"{name!r} has dtype {thing.dtype}, which torch does not have") from error
 
 
 def _below(name: str, key: object) -> str:

@@ -14,6 +14,7 @@ import torch
 from flashwarp.errors import ArgumentError, DtypeError
 from flashwarp.interop.torch.embedding import Embedding
 from flashwarp.interop.torch.offload import Offloaded, offload
+from flashwarp.interop.torch.offloading.table import STORED
 from flashwarp.interop.torch.operators import gather
 from flashwarp.interop.vllm.loading import Left
 
@@ -132,4 +133,13 @@ def _open(
         outer.add_module(name, model)
         model = outer
     where = device or f"cuda:{torch.cuda.current_device()}"
-    return _Held(prefix, module, offload(model, prefix, files, ram=ram, gpu=gpu, device=where))
+    tables = offload(model, prefix, files, ram=ram, gpu=gpu, device=where)
+    stored = {STORED[tensor.dtype][1] for tensor in tables.tensors}
+    if stored != {weight.dtype}:
+        tables.close()
+        raise DtypeError(
+            f"{prefix!r} is stored as {', '.join(map(str, stored))}, and vLLM takes its bytes for "
+            f"{weight.dtype}: run it with the dtype of the checkpoint, or unset "
+            "FLASHWARP_VLLM_TABLES"
+        )
+    return _Held(prefix, module, tables)

@@ -212,7 +212,7 @@ class _Plan:
         self._found: dict[int, tuple[torch.Tensor, _Copied | _Wrapped]] = {}
         self._placed: dict[Any, int] = {}
         self._block: torch.Tensor | None = None
-        for tensor in _tensors(state, set()):
+        for tensor in _tensors(state, {}):
             if id(tensor) not in self._found:
                 self._found[id(tensor)] = (tensor, self._place(tensor))
 
@@ -278,14 +278,14 @@ class _Wrapped:
         return made
 
 
-def _tensors(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Find the tensors in nested dicts, lists and tuples."""
+def _tensors(thing: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
+    """Find the tensors in nested dicts, lists and tuples; `seen` keeps these, for their ids."""
     if isinstance(thing, torch.Tensor):
         yield thing
         return
     if not isinstance(thing, dict | list | tuple) or id(thing) in seen:
         return
-    seen.add(id(thing))
+    seen[id(thing)] = thing
     for each in thing.values() if isinstance(thing, dict) else thing:
         yield from _tensors(each, seen)
 

@@ -74,6 +74,20 @@ class TableWeight:
         self._plan = plan
         self.clock = Clock()
         self.closed = False
+        self.left_out = False
+        self._files = sorted({tensor.path for tensor in table.tensors})
+        self._hooks = [
+            module.register_state_dict_pre_hook(self._refuse_state) for module in table.modules
+        ]
+
+    def _refuse_state(self, _module: torch.nn.Module, prefix: str, _keep_vars: bool) -> None:
+        """Refuse to make a state that lacks the rows, unless it is to lack them."""
+        if not self.left_out:
+            raise CopyError(
+                f"the state_dict of the model would lack the offloaded table {prefix}weight, whose "
+                f"rows are in {', '.join(self._files)}: save rest() of what offload has returned, "
+                "and keep these files; or close it, and load the table, to save everything"
+            )
 
     @classmethod
     def __torch_function__(
@@ -186,6 +200,8 @@ class TableWeight:
     def close(self) -> None:
         """Look up no more."""
         self.closed = True
+        while self._hooks:
+            self._hooks.pop().remove()
         for each in (self.rows, *self._bags.values()):
             each.close()
 
