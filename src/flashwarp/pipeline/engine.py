@@ -155,7 +155,7 @@ class BatchEngine(endings.Closing):
     A row of a batch waits until all earlier batches have ended that store it, and if it is stored
     also those that load it; the other rows go on. Rows that share a block of 512 bytes may count as
     one. Batches are ordered by their submissions, those of kernels by what a block has seen. While
-    no write is in flight this costs nothing; otherwise it takes some 20 ns for each row of a list,
+    no write is in flight this costs nothing; otherwise it takes some 60 ns for each row of a list,
     and 64 to 128 bytes of host memory for each one or two rows in flight. If a row is in a batch of
     writes more than once, one of them is stored, or parts of several.
 
