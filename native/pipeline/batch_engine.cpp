@@ -104,6 +104,9 @@ BatchEngine::Core::Core(EngineOptions given, std::unique_ptr<StreamSide> side)
     }
     ports.push_back(std::move(port));
   }
+  if (writes) {
+    overlaps = std::make_unique<Overlaps>(options.row_bytes, options.rows, options.first_byte);
+  }
   if (direct) memory = {kAllMemory};
   const uint32_t count = options.workers.high;
   for (const DriveOptions& drive : options.drives) {
@@ -250,7 +253,12 @@ uint64_t BatchEngine::submit(bool is_write, const int64_t* ids, uint64_t rows, u
   if (core_->stopping.load(std::memory_order_acquire)) {
     throw std::runtime_error("the engine was stopped");
   }
-  uint64_t ticket;
+  uint64_t after = 0, ticket;
+  for (const auto& other : core_->ports) {
+    if (other.get() == &to) continue;
+    const std::lock_guard guard(other->lock);
+    after = other->submitted;
+  }
   {
     const std::lock_guard guard(to.lock);
     ticket = to.submitted + 1;
@@ -258,8 +266,8 @@ uint64_t BatchEngine::submit(bool is_write, const int64_t* ids, uint64_t rows, u
     to.submitted = ticket;
   }
   if (ids != nullptr) std::memcpy(regions.list(regions.slot(ticket)), ids, rows * sizeof(int64_t));
-  regions.submit(ticket,
-                 {0, buffer, rows, first, ids == nullptr ? batch::kSequence : batch::kRows, 0});
+  regions.submit(
+      ticket, {0, buffer, rows, first, ids == nullptr ? batch::kSequence : batch::kRows, 0, after});
   announce(is_write, ticket);
   return ticket;
 }

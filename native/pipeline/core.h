@@ -13,6 +13,7 @@
 #include "nvme/sleepers.h"
 #include "pipeline/batch_engine.h"
 #include "pipeline/lane.h"
+#include "pipeline/overlaps.h"
 
 namespace fw::native::pipeline {
 
@@ -68,8 +69,11 @@ struct BatchEngine::Core {
   // Polling thread.
   void poll();
   bool take(Port& port);
+  bool take_next(Port& port, bool follows);
   bool deal(Port& port);
   void deal_next(Port& port, const std::shared_ptr<Batch>& batch);
+  void hand_out(std::shared_ptr<Chunk> chunk, bool late);
+  bool deal_waiting(Port& port);
   bool may_deal(const Port& port, const Batch& batch) const;
   bool feed_stream(Port& port);
   void check_limits(int64_t now_ns);
@@ -81,7 +85,9 @@ struct BatchEngine::Core {
   // Workers.
   void work(uint32_t index);
   bool fetch(uint32_t index, Lane& lane, std::vector<EndedRun>& ended);
-  void fill(Chunk& chunk, uint32_t part, uint32_t index, Lane& lane);
+  void fill(const Deal& deal, uint32_t part, uint32_t index, Lane& lane);
+  uint64_t fill_bytes(Chunk& chunk, uint64_t position, uint64_t end, uint32_t index, Lane& lane,
+                      Run& last);
   uint64_t neighbours(const int64_t* ids, uint64_t id, uint64_t most) const;
   uint64_t add_span(const Span& span, uint32_t owners, uint32_t index, Lane& lane, Run& last);
   void add_run(Run run, Lane& lane);
@@ -104,8 +110,12 @@ struct BatchEngine::Core {
 
   // Chunks with parts that no worker has taken: of all workers, or of each one that owns drives.
   std::mutex queue_lock;
-  std::deque<std::shared_ptr<Chunk>> queue;
-  std::vector<std::deque<std::shared_ptr<Chunk>>> own_queues;
+  std::deque<std::shared_ptr<Deal>> queue;
+  std::vector<std::deque<std::shared_ptr<Deal>>> own_queues;
+
+  std::unique_ptr<Overlaps> overlaps;  // the polling thread's; null: nothing is written
+  // Whether rows wait, so that ends of batches wake the polling thread.
+  std::atomic<bool> rows_wait{false};
 
   Sleepers polling;                                 // of the polling thread
   std::vector<std::unique_ptr<Sleepers>> sleepers;  // of each worker

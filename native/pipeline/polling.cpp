@@ -46,6 +46,7 @@ void BatchEngine::Core::poll() {
     bool awaits = false, open = false;
     for (const auto& port : ports) {
       moved |= take(*port);
+      moved |= deal_waiting(*port);
       moved |= deal(*port);
       if (stream != nullptr) moved |= feed_stream(*port);
       awaits |= port->expected.load(std::memory_order_relaxed) > port->taken;
@@ -78,31 +79,46 @@ void BatchEngine::Core::poll() {
 // Takes requests that are ready.
 bool BatchEngine::Core::take(Port& port) {
   bool took = false;
-  while (true) {
-    const uint64_t ticket = port.taken + 1;
-    batch::request request;
-    if (!port.options.regions.take(ticket, request)) break;
-    took = true;
-    port.taken = ticket;
-    auto batch = std::make_shared<Batch>();
-    batch->port = &port;
-    batch->request = request;
-    if (request.rows > port.options.regions.rows_max) {
-      batch->fail_whole("a batch of " + std::to_string(request.rows) + " rows, more than " +
-                        std::to_string(port.options.regions.rows_max));
-      batch->failed = request.rows;
-      batch->request.rows = 0;
-    }
-    batch->nbytes = batch->request.rows * options.row_bytes;
-    const uint64_t step = port.step_bytes;
-    batch->chunks = batch->nbytes == 0 ? 0 : step == 0 ? 1 : (batch->nbytes + step - 1) / step;
-    port.moves();
-    const std::lock_guard guard(port.lock);
-    port.batches.push_back(batch);
-    if (batch->chunks == 0) finish(port, *batch);
-  }
+  while (take_next(port, true)) took = true;
   if (took && broken.load(std::memory_order_relaxed)) give_up(broken_reason);
   return took;
+}
+
+// Takes a request, if it is ready; one that `follows` behind those of the other direction that its
+// submitter has seen.
+bool BatchEngine::Core::take_next(Port& port, bool follows) {
+  const batch::host_regions& regions = port.options.regions;
+  const uint64_t ticket = port.taken + 1;
+  batch::request request;
+  if (!regions.take(ticket, request)) return false;
+  for (const auto& other : ports) {
+    // No more tickets are in use than there are slots: others come from a stray store.
+    if (!follows || other.get() == &port || request.after > other->taken + regions.slots()) {
+      continue;
+    }
+    while (other->taken < request.after) {
+      if (!take_next(*other, false)) return false;
+    }
+  }
+  port.taken = ticket;
+  auto batch = std::make_shared<Batch>();
+  batch->port = &port;
+  batch->request = request;
+  if (request.rows > regions.rows_max) {
+    batch->fail_whole("a batch of " + std::to_string(request.rows) + " rows, more than " +
+                      std::to_string(regions.rows_max));
+    batch->failed = request.rows;
+    batch->request.rows = 0;
+  }
+  batch->nbytes = batch->request.rows * options.row_bytes;
+  const uint64_t step = port.step_bytes;
+  batch->chunks = batch->nbytes == 0 ? 0 : step == 0 ? 1 : (batch->nbytes + step - 1) / step;
+  port.moves();
+  if (batch->chunks != 0 && overlaps != nullptr) overlaps->add(batch);
+  const std::lock_guard guard(port.lock);
+  port.batches.push_back(batch);
+  if (batch->chunks == 0) finish(port, *batch);
+  return true;
 }
 
 // Deals the chunks for which the ring has room, or data.
@@ -161,16 +177,48 @@ void BatchEngine::Core::deal_next(Port& port, const std::shared_ptr<Batch>& batc
     port.open.push_back(chunk);
   }
   meter.chunk_opens(now_ns);
+  if (batch->must_wait()) {
+    const auto first = std::ranges::find_if(batch->waits, [&](const RowSpan& each) {
+      return each.end * options.row_bytes > chunk->begin;
+    });
+    chunk->waits = first != batch->waits.end() && first->begin * options.row_bytes < chunk->end;
+    if (chunk->waits) port.waiting.push_back(chunk);
+  }
+  hand_out(std::move(chunk), false);
+}
+
+// Gives a chunk to the workers.
+void BatchEngine::Core::hand_out(std::shared_ptr<Chunk> chunk, bool late) {
   const uint32_t parts = chunk->parts;
+  auto deal = std::make_shared<Deal>();
+  deal->chunk = std::move(chunk);
+  deal->late = late;
   {
     const std::lock_guard guard(queue_lock);
     if (own_queues.empty()) {
-      queue.push_back(std::move(chunk));
+      queue.push_back(std::move(deal));
     } else {
-      for (uint32_t i = 0; i < active; ++i) own_queues[i].push_back(chunk);
+      for (uint32_t i = 0; i < parts; ++i) own_queues[i].push_back(deal);
     }
   }
   wake_workers(parts);
+}
+
+// Deals rows that have waited, once what they come after has ended.
+bool BatchEngine::Core::deal_waiting(Port& port) {
+  if (port.waiting.empty()) return false;
+  // Before the look, so that an end after it wakes this thread.
+  rows_wait.store(true, std::memory_order_seq_cst);
+  bool dealt = false;
+  while (!port.waiting.empty() && !port.waiting.front()->batch->must_wait()) {
+    hand_out(std::move(port.waiting.front()), true);
+    port.waiting.pop_front();
+    port.moves();
+    dealt = true;
+  }
+  const auto waits = [](const auto& each) { return !each->waiting.empty(); };
+  if (std::ranges::none_of(ports, waits)) rows_wait.store(false, std::memory_order_relaxed);
+  return dealt;
 }
 
 // Gives the engine's own stream the chunks that it may move: those of reads that have data, and
@@ -235,6 +283,8 @@ void BatchEngine::Core::check_limits(int64_t now_ns) {
       if (port.batches.empty()) continue;
       oldest = port.batches.front();
     }
+    // What an earlier batch of the other direction keeps waiting has its time when that has ended.
+    if (oldest->must_wait()) port.progress_ns = ran_ns;
     if (ran_ns - port.progress_ns <= options.limit_ns) continue;
     end_overdue(port, oldest, waited_for(port, *oldest));
   }
@@ -291,6 +341,7 @@ void BatchEngine::Core::give_up(const std::string& why) {
     Port& port = *each;
     const std::lock_guard guard(port.lock);
     for (const auto& chunk : port.open) abandoned.push_back(chunk);
+    port.waiting.clear();
     uint64_t closed = port.open.size();
     port.open.clear();
     for (; closed != 0; --closed) meter.chunk_closes(monotonic_ns());
@@ -325,6 +376,7 @@ void BatchEngine::Core::end_everything() {
         batches.assign(port.batches.begin(), port.batches.end());
       }
       for (const auto& batch : batches) end_overdue(port, batch, why);
+      deal_waiting(port);
       deal(port);
       if (stream != nullptr) feed_stream(port);
       open |= !batches.empty();

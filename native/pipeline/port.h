@@ -30,6 +30,11 @@ struct PortOptions {
 
 struct Port;
 
+// Rows of a batch.
+struct RowSpan {
+  uint64_t begin = 0, end = 0;
+};
+
 struct Batch {
   Port* port = nullptr;
   batch::request request = {};
@@ -38,6 +43,15 @@ struct Batch {
   uint64_t dealt = 0;      // the polling thread's
   uint64_t copied = 0;     // likewise: chunks that the engine's stream was given
   uint64_t completed = 0;  // under the port's lock
+  // Set under the port's lock. Release: what it has moved.
+  std::atomic<bool> ended{false};
+
+  // The polling thread's, see overlaps.h. `waits` is not changed once chunks were dealt.
+  uint64_t number = 0;
+  bool entered = false;
+  std::vector<RowSpan> waits;        // rows that wait until these have ended; in order
+  std::shared_ptr<Batch> before[2];  // of each direction; null: none, or it has ended
+  bool must_wait();
   // Its rows fail from now on, and its memory is not touched. Relaxed: a worker that sees it late
   // only moves a few more.
   std::atomic<bool> overdue{false};
@@ -61,9 +75,16 @@ struct Chunk {
   uint64_t part_bytes = 0;
   uint32_t parts = 0;  // by bytes, or one for each worker that owns drives
   bool by_owner = false;
-  bool complete = false;  // under the port's lock
-  std::atomic<uint32_t> next{0};
+  bool waits = false;                  // some of its rows do
+  bool complete = false;               // under the port's lock
   std::atomic<uint64_t> remaining{0};  // bytes
+};
+
+// A chunk in the hands of workers. If some of its rows wait, it is so twice: first without them.
+struct Deal {
+  std::shared_ptr<Chunk> chunk;
+  bool late = false;  // only the rows that have waited
+  std::atomic<uint32_t> next{0};
 };
 
 // What became of a ticket, for the host.
@@ -84,6 +105,7 @@ struct Port {
   uint64_t taken = 0;
   uint64_t next_q = 1;
   uint64_t copied_q = 0;  // chunks of the ring that the engine's own stream was given
+  std::deque<std::shared_ptr<Chunk>> waiting;  // dealt without the rows that wait
 
   std::mutex lock;
   std::deque<std::shared_ptr<Batch>> batches;  // taken and not ended

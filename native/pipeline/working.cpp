@@ -43,6 +43,20 @@ void Batch::fail_whole(std::string why) {
   if (reason.empty()) reason = std::move(why);
 }
 
+// Whether rows wait for batches that have not ended. If it is overdue, they do so no more.
+bool Batch::must_wait() {
+  bool must = false;
+  for (std::shared_ptr<Batch>& each : before) {
+    if (each == nullptr) continue;
+    if (overdue.load(std::memory_order_relaxed) || each->ended.load(std::memory_order_seq_cst)) {
+      each.reset();
+    } else {
+      must = true;
+    }
+  }
+  return must;
+}
+
 void BatchEngine::Core::work(uint32_t index) {
   const GuardedVisit visit;
   // The default slack of 50 us would make naps ten times as long.
@@ -90,20 +104,20 @@ bool BatchEngine::Core::fetch(uint32_t index, Lane& lane, std::vector<EndedRun>&
   bool took = false;
   const bool owns = !own_queues.empty();
   while (lane.hungry() && (owns || index < meter.active())) {
-    std::shared_ptr<Chunk> chunk;
+    std::shared_ptr<Deal> deal;
     uint32_t part = index;
     {
       const std::lock_guard guard(queue_lock);
       auto& from = owns ? own_queues[index] : queue;
       while (!owns && !from.empty() &&
-             (part = from.front()->next.fetch_add(1)) >= from.front()->parts) {
+             (part = from.front()->next.fetch_add(1)) >= from.front()->chunk->parts) {
         from.pop_front();
       }
       if (from.empty()) break;
-      chunk = from.front();
+      deal = from.front();
       if (owns) from.pop_front();
     }
-    fill(*chunk, part, index, lane);
+    fill(*deal, part, index, lane);
     took = true;
     if (!ended.empty()) break;
   }
@@ -111,21 +125,43 @@ bool BatchEngine::Core::fetch(uint32_t index, Lane& lane, std::vector<EndedRun>&
 }
 
 // Gives the rows of a part to the lane, neighbours as one run. Rows that do not exist fail here.
-void BatchEngine::Core::fill(Chunk& chunk, uint32_t part, uint32_t index, Lane& lane) {
+void BatchEngine::Core::fill(const Deal& deal, uint32_t part, uint32_t index, Lane& lane) {
+  Chunk& chunk = *deal.chunk;
+  const uint64_t row_bytes = options.row_bytes;
+  uint64_t position = chunk.begin + (chunk.by_owner ? 0 : part * chunk.part_bytes);
+  const uint64_t end =
+      chunk.by_owner ? chunk.end : std::min(chunk.end, position + chunk.part_bytes);
+  uint64_t ended_bytes = 0;
+  Run last;
+  if (chunk.waits) {
+    const std::vector<RowSpan>& waits = chunk.batch->waits;
+    auto next = std::ranges::upper_bound(waits, position / row_bytes, {}, &RowSpan::end);
+    for (; next != waits.end() && next->begin * row_bytes < end; ++next) {
+      const uint64_t from = std::max(position, next->begin * row_bytes);
+      const uint64_t to = std::min(end, next->end * row_bytes);
+      ended_bytes += deal.late ? fill_bytes(chunk, from, to, index, lane, last)
+                               : fill_bytes(chunk, position, from, index, lane, last);
+      position = to;
+    }
+  }
+  if (!deal.late) ended_bytes += fill_bytes(chunk, position, end, index, lane, last);
+  add_run(last, lane);
+  if (ended_bytes != 0) end_bytes(chunk, ended_bytes);
+}
+
+// Does so for the bytes of a batch up to `end`. Returns the bytes of which nothing moves.
+uint64_t BatchEngine::Core::fill_bytes(Chunk& chunk, uint64_t position, uint64_t end,
+                                       uint32_t index, Lane& lane, Run& last) {
   Batch& batch = *chunk.batch;
   const Port& port = *batch.port;
   const uint64_t row_bytes = options.row_bytes;
   const uint32_t owners = chunk.by_owner ? chunk.parts : 1;
-  uint64_t position = chunk.begin + (chunk.by_owner ? 0 : part * chunk.part_bytes);
-  const uint64_t end =
-      chunk.by_owner ? chunk.end : std::min(chunk.end, position + chunk.part_bytes);
   const bool sequence = batch.request.kind == batch::kSequence;
   const int64_t* ids = port.options.regions.list(port.options.regions.slot(batch.request));
   // Divisions cost as much as the copy of a narrow row, so the loops have none.
   uint64_t row = position / row_bytes, inside = position % row_bytes;
   const uint64_t rows_end = (end + row_bytes - 1) / row_bytes;
   uint64_t ended_bytes = 0;
-  Run last;
   while (position < end) {
     const uint64_t id = sequence ? batch.request.first + row : uint64_t(ids[row]);
     const uint64_t rows_left = rows_end - row;
@@ -155,8 +191,7 @@ void BatchEngine::Core::fill(Chunk& chunk, uint32_t part, uint32_t index, Lane& 
     }
     ended_bytes += span.nbytes;
   }
-  add_run(last, lane);
-  if (ended_bytes != 0) end_bytes(chunk, ended_bytes);
+  return ended_bytes;
 }
 
 // Counts the rows from `id` on that follow each other in a list, the first one included.
@@ -325,6 +360,9 @@ void BatchEngine::Core::finish(Port& port, Batch& batch) {
   if (!by_stream || !finish_by_stream(port, batch, outcome.failed)) {
     port.options.regions.finish(request, outcome.failed);
   }
+  // Before the look whether rows wait for it; see `deal_waiting`.
+  batch.ended.store(true, std::memory_order_seq_cst);
+  if (rows_wait.load(std::memory_order_seq_cst)) polling.wake();
   std::erase_if(port.batches, [&](const auto& each) { return each.get() == &batch; });
   waiters.wake();
   if (changed) wake_workers(meter.active());

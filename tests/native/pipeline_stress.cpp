@@ -8,7 +8,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
@@ -261,6 +263,85 @@ void relay(std::mt19937& random) {
   check(found == table.data, "the storage has what was written");
 }
 
+// A batch of a model: what its buffer has, or must have.
+struct Expected {
+  bool is_write = false;
+  std::vector<int64_t> ids;
+  std::vector<uint8_t> buffer, wanted;
+  uint64_t ticket = 0;
+};
+
+// Batches that share rows, many in flight: each sees what came before it, and nothing later.
+void overlap(std::mt19937& random) {
+  Table table(random, random() % 2 == 0);
+  auto memory = std::make_shared<MemoryStorage>(table.data.data(), table.data.size(), true);
+  std::vector<uint8_t> model = table.data;
+  std::shared_ptr<Storage> storage = memory;
+  if (random() % 2 == 0) storage = std::make_shared<Unreliable>(memory, 0);
+  EngineOptions options = options_for(table, storage, random);
+  options.first_byte = 0;
+  Memory regions[2];
+  const bool ring = random() % 2 == 0;
+  for (const bool is_write : {false, true}) {
+    options.ports.push_back(
+        regions[is_write].port(is_write, 4096, ring ? 2 + random() % 3 : 0, false));
+  }
+  const std::vector<PortOptions> ports = options.ports;
+  BatchEngine engine(options);
+  Consumer consumers[2];
+  for (const bool is_write : {false, true}) {
+    consumers[is_write].port = ports[is_write];
+    consumers[is_write].step = engine.step_bytes(is_write);
+  }
+  std::deque<std::unique_ptr<Expected>> flying;
+  const auto end_oldest = [&] {
+    const Expected& batch = *flying.front();
+    check(engine.wait(batch.is_write, batch.ticket, kWaitNs), "a ticket ends");
+    if (ring) consumers[batch.is_write].wait();
+    check(engine.outcome(batch.is_write, batch.ticket)->failed == 0, "no row fails");
+    check(batch.is_write || batch.buffer == batch.wanted, "a batch sees what came before it");
+    flying.pop_front();
+  };
+  const uint64_t width = table.row_bytes;
+  for (uint32_t n = 0; n < 60; ++n) {
+    auto batch = std::make_unique<Expected>();
+    batch->is_write = random() % 2 == 0;
+    const bool sequence = random() % 3 == 0;
+    const uint64_t rows = 1 + random() % std::min(table.rows, random() % 2 == 0 ? 8 : kRowsMax);
+    std::vector<int64_t> all(table.rows);
+    std::iota(all.begin(), all.end(), 0);
+    if (sequence) {
+      const auto first = all.begin() + int64_t(random() % (table.rows - rows + 1));
+      batch->ids.assign(first, first + int64_t(rows));
+    } else {
+      std::shuffle(all.begin(), all.end(), random);
+      batch->ids.assign(all.begin(), all.begin() + int64_t(rows));
+    }
+    batch->buffer.resize(rows * width);
+    for (uint8_t& each : batch->buffer) each = uint8_t(random());
+    for (uint64_t i = 0; i < rows; ++i) {
+      uint8_t* place = &model[uint64_t(batch->ids[i]) * width];
+      if (batch->is_write) {
+        std::copy_n(&batch->buffer[i * width], width, place);
+      } else {
+        batch->wanted.insert(batch->wanted.end(), place, place + width);
+      }
+    }
+    // A slot is used again only when its outcome was looked at.
+    while (std::ranges::count(flying, batch->is_write,
+                              [](const auto& each) { return each->is_write; }) == kSlots) {
+      end_oldest();
+    }
+    batch->ticket = engine.submit(batch->is_write, sequence ? nullptr : batch->ids.data(), rows,
+                                  uint64_t(batch->ids[0]), ring ? 0 : at(batch->buffer.data()));
+    check(batch->ticket != 0, "there is a slot");
+    if (ring) consumers[batch->is_write].move(batch->buffer.data(), batch->buffer.size());
+    flying.push_back(std::move(batch));
+  }
+  while (!flying.empty()) end_oldest();
+  check(table.data == model, "the storage has the last of all writes");
+}
+
 // Stops in the middle: every ticket that was taken ends, and nothing is touched afterwards.
 void stop_in_the_middle(std::mt19937& random) {
   Table table(random, false);
@@ -303,7 +384,7 @@ void submit_as_kernels(std::mt19937& random) {
   for (uint64_t ticket = 1; ticket < 10; ++ticket) {
     const int64_t id = int64_t(random() % table.rows);
     view.list(view.slot(ticket))[0] = id;
-    view.submit(ticket, {0, at(buffer.data()), 1, 0, batch::kRows, 0});
+    view.submit(ticket, {0, at(buffer.data()), 1, 0, batch::kRows, 0, 0});
     while (!view.ended(ticket)) std::this_thread::yield();
     check(std::equal(buffer.begin(), buffer.end(), &table.data[uint64_t(id) * table.row_bytes]),
           "the row arrived");
@@ -362,13 +443,15 @@ void give_up() {
 }
 
 void play(std::mt19937& random) {
-  switch (random() % 4) {
+  switch (random() % 5) {
     case 0:
       return read_by_threads(random);
     case 1:
       return relay(random);
     case 2:
       return stop_in_the_middle(random);
+    case 3:
+      return overlap(random);
     default:
       return submit_as_kernels(random);
   }

@@ -119,6 +119,28 @@ def check_rows_are_written_and_read_again() -> None:
         np.testing.assert_array_equal(np.fromfile(path(), np.int64).reshape(ROWS, WIDTH), now)
 
 
+def check_batches_that_share_rows_act_in_the_order_of_their_calls() -> None:
+    rng, now, expected = np.random.default_rng(3), values(), []
+    with opened(faults="any delay=3000us p=0.2", depth=4, workers=4) as (x, p):
+        for turn in range(60):
+            which = rng.permutation(ROWS)[: rng.integers(1, 300)]
+            ids = on_gpu(x, which) if turn % 3 == 0 else which
+            if turn % 5 == 0:
+                ids = which = slice(int(which[0]), min(int(which[0]) + 200, ROWS))
+            if rng.random() < 0.5:
+                now[which] = turn * 1_000_000 + np.arange(now[which].size).reshape(-1, WIDTH)
+                rows = x.device.empty_array(now[which].shape, np.int64)
+                x.device.upload(rows.address, now[which])
+                p.write_back(ids, rows)
+            else:
+                p.prefetch(ids)
+                expected.append(now[which].copy())
+            while len(expected) == 4 or (expected and turn == 59):
+                np.testing.assert_array_equal(arrived(p), expected.pop(0))
+        p.flush()
+        np.testing.assert_array_equal(np.fromfile(path(), np.int64).reshape(ROWS, WIDTH), now)
+
+
 def check_what_is_written_is_in_the_storage_after_a_flush_and_after_close() -> None:
     with opened(faults="write delay=500000us") as (_, p):
         p.write_back(slice(0, 2), np.full((2, WIDTH), -1, np.int64))

@@ -244,6 +244,22 @@ def check_a_batch_arrives_behind_the_stores_before_it() -> None:
         ticket.wait(20)
 
 
+def check_a_write_does_not_overtake_the_read_of_its_rows() -> None:
+    with opened("r+") as (_, p, _):
+        p.prefetch(slice(0, 3))
+        rows = p.synchronize()
+        fake().fake_pend(p._way._side.handle)  # reads are under way
+
+        reading = p.prefetch(slice(3, 6))
+        writes = [p.write_back(slice(at, at + 3), rows) for at in (8, 5, 12)]
+        done = [each.done() for each in (reading, *writes)]
+        fake().fake_pend(0)
+
+        assert done == [False, True, False, False]
+        for each in (reading, *writes):
+            each.wait(20)
+
+
 @fake_cuda.checks(globals())
 def test_on_the_fake_driver(check: Any, environment: dict[str, str]) -> None:
     fake_cuda.run(check, environment)

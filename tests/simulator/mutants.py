@@ -1804,6 +1804,24 @@ MUTANTS = {
             "batches",
         ),
         Mutant(
+            "rows-after-nothing",
+            _DIRECTION,
+            "  atomic::store_plain(&to.after, s.after);\n",
+            "  atomic::store_plain(&to.after, uint64_t(0));\n",
+            "a batch overtakes those of the other direction that its block submitted before",
+            "batches_order",
+        ),
+        Mutant(
+            "rows-after-the-ticket",
+            _DIRECTION,
+            "  s.after = after;\n",
+            "  if (leads && d.other != nullptr) {\n"
+            "    s.after = atomic::load_relaxed(&d.other->taken) >> 16;\n"
+            "  }\n",
+            "two batches of two blocks come after each other, and the engine takes neither",
+            "batches_order",
+        ),
+        Mutant(
             "rows-claimed-twice",
             _DIRECTION,
             "atomic::cas_acq_rel(issued, seen, seen | issue::kClaimed)) {",

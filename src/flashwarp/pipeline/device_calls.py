@@ -6,6 +6,7 @@ Kernels get a `DeviceCalls` as an argument of type `fw::pipeline<T>`.
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,10 @@ class DeviceCalls(endings.Closing):
             for name, member in (("prefetch", "reads"), ("write_back", "writes")):
                 if name in engine.ports:
                     setattr(handle, member, self._lay_out(name, engine.ports[name]))
+            for one, other in ((handle.reads, handle.writes), (handle.writes, handle.reads)):
+                if one and other:
+                    word = other.to_bytes(8, sys.byteorder)
+                    self.device.upload(one + DirectionStruct.other.offset, word)
         except BaseException:
             self._free()
             raise

@@ -152,8 +152,12 @@ class BatchEngine(endings.Closing):
     raises its error. A row number out of range is such a row. If a batch is overdue, its rows that
     have not been moved fail, and their memory keeps what it had.
 
-    Batches of the two directions are not ordered: wait for the one before you submit the other. If
-    a row is in a batch of writes more than once, one of them is stored, or parts of several.
+    A row of a batch waits until all earlier batches have ended that store it, and if it is stored
+    also those that load it; the other rows go on. Rows that share a block of 512 bytes may count as
+    one. Batches are ordered by their submissions, those of kernels by what a block has seen. While
+    no write is in flight this costs nothing; otherwise it takes some 60 ns for each row of a list,
+    and 64 to 128 bytes of host memory for each one or two rows in flight. If a row is in a batch of
+    writes more than once, one of them is stored, or parts of several.
 
     Transfers are commands of 512-byte blocks, which read around rows that are no whole blocks.
     Written rows that are none go through the page cache of a file, one call each; to modelled

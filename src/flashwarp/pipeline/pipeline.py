@@ -101,7 +101,9 @@ class Pipeline(endings.Closing):
 
     Host threads read and write rows past the array's cache. If the array is writable and host
     threads move its rows, it is the pipeline's until the pipeline is closed: other calls on the
-    array are refused. Do not write rows of batches that are in flight.
+    array are refused.
+
+    Batches that share rows act in the order of their calls, in flight or not.
 
     Serialise the calls of a pipeline: one thread at a time.
 

@@ -31,7 +31,7 @@ from flashwarp.pipeline.engine import BatchPort, Direction, Ring
 from flashwarp.pipeline.engines import ArrayEngine, make_engine
 from flashwarp.pipeline.explanation import PipelineExplanation
 from flashwarp.pipeline.ids import host_rows, on_gpu
-from flashwarp.pipeline.structs import RequestStruct, ResultStruct
+from flashwarp.pipeline.structs import RequestStruct
 from flashwarp.pipeline.ticket import Ticket
 from flashwarp.pipeline.ways import CudaWay
 from flashwarp.storage import Storage
@@ -163,6 +163,7 @@ class RingWay(CudaWay):
         request.rows, request.buffer = len(chosen), 0
         request.kind = _SEQUENCE if isinstance(chosen, range) else _ROWS
         request.first = chosen.start if isinstance(chosen, range) else 0
+        request.after = sum(each.number for each in self._ports.values() if each is not port)
         context = self._device.context
         if isinstance(chosen, Index) and len(chosen):
             place = port.list_of(number)
@@ -172,10 +173,6 @@ class RingWay(CudaWay):
                 # The caller's work so far has computed the ids.
                 self._device.order(stream, run)
                 context.call("cuMemcpyAsync", place, chosen.address, 8 * len(chosen), run)
-        written = self._ports.get("write_back")
-        if direction == "prefetch" and written is not None and written.number:
-            # What was written before is read.
-            context.wait_word(written.done_of(written.number), written.number, run)
         context.write_word(port.ready_of(number), number, run)
         self._engine.announce(direction, number)
         return number, port
@@ -295,8 +292,3 @@ class _Port:
     def list_of(self, number: int) -> int:
         """Return the address of its list."""
         return self.words.lists + self._slot(number) * self.words.rows_max * 8
-
-    def done_of(self, number: int) -> int:
-        """Return the address of the word that becomes its number at its end."""
-        at = self.words.results + self._slot(number) * ctypes.sizeof(ResultStruct)
-        return at + ResultStruct.done.offset

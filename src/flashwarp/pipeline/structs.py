@@ -26,7 +26,8 @@ class RequestStruct(ctypes.Structure):
     _fields_ = (
         *u64("ready", "buffer", "rows", "first"),
         *u32("kind", "place"),
-        ("_pad", ctypes.c_uint8 * 24),
+        *u64("after"),
+        ("_pad", ctypes.c_uint8 * 16),
     )
 
 
@@ -59,7 +60,7 @@ class DirectionStruct(ctypes.Structure):
         ("shared", RegionsStruct),
         *u64("states", "failures"),
         ("limit", TransportStruct),
-        *u64("row_bytes", "reserved"),
+        *u64("row_bytes", "other"),
         *u64("taken", "meeting", "found"),
         ("log", FailureLogStruct),
         *u64("late", "full"),

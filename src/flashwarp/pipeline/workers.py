@@ -57,10 +57,6 @@ class WorkerWay(Way):
 
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
         del stream
-        if "write_back" in self._last:
-            # What was written before is read; its errors are for those who wait for the writes.
-            with contextlib.suppress(FlashwarpError):
-                self._engine.wait("write_back", self._last["write_back"], self._timeout_s)
         self._submit(ticket, chosen, buffer.address)
 
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:

@@ -57,6 +57,13 @@ class Side {
     direction_->row_bytes = sizeof(uint64_t);
     left_ = allocate<uint32_t>(setup.slots, "parts_left", Sharing::kAtomic, 4);
     dealt_ = allocate<uint64_t>(1, "dealt", Sharing::kAtomic);
+    ended_ = allocate<uint64_t>(1, "ended", Sharing::kAtomic);
+  }
+
+  // Batches come after those of the other direction that they name.
+  void meet(Side& other) {
+    other_ = &other;
+    direction_->other = other.direction_;
   }
 
   fw::batch::direction& direction() { return *direction_; }
@@ -67,6 +74,8 @@ class Side {
     if (taken_ >= setup_.stop_after) return false;
     fw::batch::request request;
     if (!regions_.take(taken_ + 1, request)) return false;
+    // Acquire: what those have moved.
+    if (other_ != nullptr && fw::atomic::load_acquire(other_->ended_) < request.after) return false;
     ++taken_;
     const uint32_t slot = regions_.slot(request);
     slot_of_.push_back(slot);
@@ -94,6 +103,8 @@ class Side {
     const uint64_t failed = uint64_t(
         std::count_if(job.statuses.begin(), job.statuses.end(), [](uint16_t s) { return s != 0; }));
     if (failed != 0) regions_.report(job.request, job.statuses.data(), job.statuses.size());
+    // Release: see `poll`. Both workers end tickets in their order.
+    fw::atomic::store_release(ended_, ticket);
     regions_.finish(job.request, failed);
     return true;
   }
@@ -132,6 +143,8 @@ class Side {
   std::vector<uint32_t> slot_of_;  // by ticket, from 1 on
   uint32_t* left_;
   uint64_t* dealt_;
+  uint64_t* ended_;
+  Side* other_ = nullptr;
   uint64_t taken_ = 0;
   uint64_t done_[kWorkers] = {};
 };
@@ -146,6 +159,8 @@ class Engine {
         writes_(setup, true, table_, Random(run.seed, 602)),
         seed_(run.seed) {
     for (uint32_t i = 0; i < kRowsOfTable; ++i) table_[i] = value_of(i, 0);
+    reads_.meet(writes_);
+    writes_.meet(reads_);
     pipeline_ = {&reads_.direction(), &writes_.direction()};
     scheduler.let_time_pass(setup.stop_after != kNobody);
   }
@@ -383,6 +398,44 @@ FW_SCENARIO(batches_grid, "all blocks of a launch prefetch, look at the rows, an
   for (uint32_t i = 0; i < kRowsOfTable; ++i) {
     if (engine.stored(i) != stored[i]) throw Failure("the table lacks a row that was written\n");
   }
+}
+
+FW_SCENARIO(batches_order,
+            "blocks that store and load rows without a wait: in the order of calls") {
+  Setup setup = draw_setup(run);
+  setup.slots = 4;
+  setup.bad_percent = 0;
+  Engine engine(run, setup);
+  const uint32_t warps = draw_warps(run);
+  const uint32_t blocks = 2, rounds = 2, rows = 1 + run.random.below(setup.rows_max);
+  std::vector<std::vector<Batch>> stored(blocks), loaded(blocks);
+  for (uint32_t b = 0; b < blocks; ++b) {
+    for (uint32_t n = 0; n < rounds; ++n)
+      stored[b].emplace_back(rows), loaded[b].emplace_back(rows);
+  }
+  engine.launch(blocks, warps, [&](uint32_t block) {
+    const auto& p = engine.pipeline();
+    const uint32_t first = block * setup.rows_max;
+    uint64_t stores[rounds], loads[rounds];
+    for (uint32_t n = 0; n < rounds; ++n) {
+      for (uint32_t i = rank_here(); i < rows; i += ranks_here()) {
+        fw::atomic::store_plain(&stored[block][n].buffer[i], value_of(first + i, n + 1));
+      }
+      stores[n] = fw::block::write_back_seq(p, first, rows, stored[block][n].buffer);
+      loads[n] = fw::block::prefetch_seq(p, first, rows, loaded[block][n].buffer);
+      if (stores[n] == kRefused || loads[n] == kRefused) scheduler.fail("a batch was refused");
+    }
+    for (uint32_t n = 0; n < rounds; ++n) {
+      if (fw::block::prefetch_synchronize(p, loads[n]) != 0) scheduler.fail("rows failed");
+      if (fw::block::write_back_synchronize(p, stores[n]) != 0) scheduler.fail("rows failed");
+      for (uint32_t i = rank_here(); i < rows; i += ranks_here()) {
+        if (fw::atomic::load_plain(&loaded[block][n].buffer[i]) != value_of(first + i, n + 1)) {
+          scheduler.fail("a load does not see the stores before it, or sees later ones");
+        }
+      }
+    }
+  });
+  engine.check_no_faults();
 }
 
 FW_SCENARIO(batches_oldest,

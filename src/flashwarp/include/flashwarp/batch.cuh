@@ -19,6 +19,9 @@
 // one for each row. Rows that failed to arrive are zeros; other rows and later batches are not
 // affected. A batch that is not synchronized keeps its slot, also after the launch.
 //
+// A batch sees the rows that were written by batches that its block had submitted before, or had
+// seen the ticket of, and no later ones. Nobody need wait in between.
+//
 // Ids are integers of 32 or 64 bits. The call copies them, so they may change when it returns. The
 // buffer is the engine's until the batch is synchronized. A batch that is longer than a slot takes
 // several. What a call cannot do, and a wait that runs out of time, is raised by the host.

@@ -73,7 +73,7 @@ struct alignas(128) direction {
   cache::failure* failures;  // host-visible: kFailuresKept entries
   nvme::transport limit;     // `timeout_ns` and `heartbeat`; the rest is not used
   uint64_t row_bytes;
-  uint64_t reserved;
+  const direction* other;       // of the same storage; null: there is none
   alignas(128) uint64_t taken;  // bits 63:16 the last ticket that was taken, 15:0 slots in use
   uint64_t meeting;             // bits 63:32 meetings of the grid, 31:0 blocks at the present one
   uint64_t found;               // what the last block has found at the last meeting
@@ -88,6 +88,7 @@ FW_CHECK_OFFSET(direction, states, 48);
 FW_CHECK_OFFSET(direction, failures, 56);
 FW_CHECK_OFFSET(direction, limit, 64);
 FW_CHECK_OFFSET(direction, row_bytes, 112);
+FW_CHECK_OFFSET(direction, other, 120);
 FW_CHECK_OFFSET(direction, taken, 128);
 FW_CHECK_OFFSET(direction, meeting, 136);
 FW_CHECK_OFFSET(direction, found, 144);
@@ -161,6 +162,7 @@ struct submission {
   uint64_t sequence;
   uint64_t buffer;
   uint32_t kind;
+  uint64_t after = 0;  // the last ticket of the other direction
 };
 
 // Fills the request of a part. One thread.
@@ -173,6 +175,7 @@ FW_DEVICE void fill_request(direction& d, const submission& s, uint64_t part, ui
   atomic::store_plain(&to.first, s.sequence + begin);
   atomic::store_plain(&to.kind, s.kind);
   atomic::store_plain(&to.place, slot + 1);
+  atomic::store_plain(&to.after, s.after);
 }
 
 // Publishes the tickets of a batch, whose requests and lists are complete. One thread.
@@ -200,12 +203,17 @@ FW_DEVICE uint64_t submit(direction& d, const Id* ids, uint64_t sequence, uint64
   const uint64_t parts = rows == 0 ? 1 : (rows - 1) / rows_max + 1;
   const bool leads = block::rank() == 0;
   uint64_t ticket = kRefused;
+  // Before the ticket is taken: two batches never come after each other. Relaxed: what this block
+  // has submitted, and what was submitted before a barrier or word that it has seen, is counted.
+  uint64_t after = 0;
+  if (leads && d.other != nullptr) after = atomic::load_relaxed(&d.other->taken) >> 16;
   if (leads && parts > d.shared.count) note(d, kTooLong, rows, d.shared.count * rows_max);
   if (leads && parts <= d.shared.count) ticket = take_tickets(d, parts);
   ticket = block::broadcast(ticket);
   if (ticket == kRefused) return kRefused;
-  const submission s = {ticket, rows, sequence, reinterpret_cast<uint64_t>(buffer),
-                        ids != nullptr ? kRows : kSequence};
+  submission s = {ticket, rows, sequence, reinterpret_cast<uint64_t>(buffer),
+                  ids != nullptr ? kRows : kSequence};
+  s.after = after;
   uint32_t first = 0;
   uint32_t slot = 0;
   for (uint64_t part = 0; part < parts; part++) {

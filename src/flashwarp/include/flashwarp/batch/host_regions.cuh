@@ -22,6 +22,7 @@ struct host_regions : regions {
     found.rows = atomic::load_plain(&from.rows);
     found.first = atomic::load_plain(&from.first);
     found.kind = atomic::load_plain(&from.kind);
+    found.after = atomic::load_plain(&from.after);
     const uint32_t place = atomic::load_plain(&from.place);
     // A place that does not exist is a stray store's, and must lead nowhere else.
     found.place = place <= count ? place : 0;
@@ -63,6 +64,7 @@ struct host_regions : regions {
     atomic::store_plain(&to.rows, filled.rows);
     atomic::store_plain(&to.first, filled.first);
     atomic::store_plain(&to.kind, filled.kind);
+    atomic::store_plain(&to.after, filled.after);
     // Release: the list and the arguments, which `take` acquires.
     atomic::store_release(&to.ready, ticket);
   }

@@ -30,6 +30,7 @@ struct alignas(64) request {
   uint64_t first;   // of a sequence: its first row
   uint32_t kind;
   uint32_t place;  // the slot, plus one; 0: slot number `ready` mod slots
+  uint64_t after;  // the last ticket of the other direction that was given out before this one
 };
 static_assert(sizeof(request) == 64);
 FW_CHECK_OFFSET(request, buffer, 8);
@@ -37,6 +38,7 @@ FW_CHECK_OFFSET(request, rows, 16);
 FW_CHECK_OFFSET(request, first, 24);
 FW_CHECK_OFFSET(request, kind, 32);
 FW_CHECK_OFFSET(request, place, 36);
+FW_CHECK_OFFSET(request, after, 40);
 
 // What became of a batch, written by the host.
 struct alignas(64) result {
