@@ -118,8 +118,9 @@ def open_for_reading(path: str) -> BinaryIO:
 class Stamp(NamedTuple):
     """Which file it is, and its state as far as the file system shows it.
 
-    A file that has the same stamp later was most likely not written in between: the time of the
-    last write has the resolution of the kernel's clock, some milliseconds.
+    A file that has the same stamp later was most likely not written in between: the times have the
+    resolution of the kernel's clock, some milliseconds. A program can set the time of the last
+    write back, but not that of the last change.
     """
 
     device: int
@@ -127,12 +128,15 @@ class Stamp(NamedTuple):
     nbytes: int
     """0 for a block device."""
     modified_ns: int
+    changed_ns: int
 
 
 def stamp(descriptor: int) -> Stamp:
     """Return the stamp of an open file."""
     status = os.fstat(descriptor)
-    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return Stamp(
+        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    )
 
 
 def opened(attempt: Callable[[], T], path: str, *, writable: bool) -> T:
