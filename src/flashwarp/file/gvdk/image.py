@@ -187,6 +187,8 @@ class Gvdk(Storage):
 
     def _storage(self, writable: bool, o_direct: bool) -> _native.ImageStorage:
         header, at = self._header, places(self._header)
+        if o_direct:  # marks are written through the page cache, in no folio with data
+            os.posix_fadvise(self._disk.fd, 0, 0, os.POSIX_FADV_RANDOM)
         data = None
         if header.type is ImageType.FIXED:
             missing = at.data + header.capacity - self._disk.nbytes
