@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -141,22 +142,12 @@ class File(KernelFile):
         ArgumentError
             For a capacity below the size, or with mode "r", or of an image.
         """
-        return endings.uninterrupted(
-            lambda: cls._open(
-                path,
-                mode,
-                device,
-                cache,
-                line,
-                prefetch,
-                capacity,
-                shared,
-                o_direct,
-                controller,
-                key,
-                lock,
-            )
-        )
+        opened = partial(
+            cls._open, path, mode, prefetch=prefetch, capacity=capacity, shared=shared, key=key,
+            o_direct=o_direct, lock=lock, device=device, cache=cache, line=line,
+            controller=controller,
+        )  # fmt: skip
+        return endings.uninterrupted(opened)
 
     @classmethod
     def create(
@@ -203,65 +194,46 @@ class File(KernelFile):
         ArgumentError
             For numbers outside of their limits.
         """
-        return endings.uninterrupted(
-            lambda: cls._create(
-                path, size, capacity, format, block, preallocate, overwrite, key, options
-            )
-        )
 
-    @classmethod
-    def _create(
-        cls,
-        path: files.PathLike,
-        size: int | str,
-        capacity: int | str | None,
-        kind: str,
-        block: int | str,
-        preallocate: bool | str,
-        overwrite: bool,
-        key: bytes | None,
-        options: dict[str, Any],
-    ) -> File:
-        """Make a file beside its name, open it, and let it take the name last."""
-        choice("format", kind, ("plain", "gvdk"))
-        if kind == "gvdk":
-            draft = Gvdk.drafted(path, size, block, preallocate, capacity, key, overwrite)
+        def make() -> File:
             own: dict[str, Any] = {"key": key}
-        elif key is not None or block != "4 KiB":
-            raise ArgumentError('key= and block= are of images: give format="gvdk"')
-        else:
-            nbytes = integer("size", parse_bytes(size, "size"), 0, SIZE_MAX)
-            most = nbytes if capacity is None else parse_bytes(capacity, "capacity")
-            own = {"capacity": integer("capacity", most, nbytes, SIZE_MAX)}
-            own["_reserve"] = flag("preallocate", preallocate)
-            draft = _drafted(path, nbytes, flag("overwrite", overwrite))
-        with draft as made:
-            file = cls._open(path, "r+", **own, **options, _at=made.path)
-            try:
-                made.publish()
-            except BaseException:
-                file.close()
-                raise
-        return file
+            choice("format", format, ("plain", "gvdk"))
+            if format == "gvdk":
+                draft = Gvdk.drafted(path, size, block, preallocate, capacity, key, overwrite)
+            elif key is not None or block != "4 KiB":
+                raise ArgumentError('key= and block= are of images: give format="gvdk"')
+            else:
+                nbytes = integer("size", parse_bytes(size, "size"), 0, SIZE_MAX)
+                most = nbytes if capacity is None else parse_bytes(capacity, "capacity")
+                own["capacity"] = integer("capacity", most, nbytes, SIZE_MAX)
+                own["_reserve"] = flag("preallocate", preallocate)
+                draft = _drafted(path, nbytes, flag("overwrite", overwrite))
+            with draft as made:
+                file = cls._open(path, "r+", **own, **options, _at=made.path)
+                try:
+                    made.publish()
+                except BaseException:
+                    file.close()
+                    raise
+            return file
+
+        return endings.uninterrupted(make)
 
     @classmethod
     def _open(
         cls,
         path: files.PathLike,
         mode: opening.Mode,
-        device: Device | str | None = None,
-        cache: opening.CacheLike = "auto",
-        line: int | str | None = None,
+        *,
         prefetch: int = 8,
         capacity: int | str | None = None,
         shared: bool | str = False,
         o_direct: bool | None = None,
-        controller: Controller | None = None,
         key: bytes | None = None,
         lock: bool = True,
-        *,
         _at: str | None = None,
         _reserve: bool = False,
+        **options: Any,
     ) -> File:
         endings.check_not_ended()
         choice("mode", mode, ("r", "r+"))
@@ -270,22 +242,21 @@ class File(KernelFile):
         if capacity is not None and not writable:
             raise ArgumentError("capacity= is for writing: give mode='r+', or leave it out")
         self = cls.__new__(cls)
-        self.image = None
-        self._path, self._mode = name, mode
-        self._options = {"device": device, "cache": cache, "line": line}
+        self.image = self._end_of = None
+        self._path, self._mode, self._options = name, mode, options
         direct = None if o_direct is None else flag("o_direct", o_direct)
         self._ways = {"o_direct": direct, "lock": flag("lock", lock)}
         self._key, self._prefetch = key, integer("prefetch", prefetch, 0, LINES_AHEAD_MAX)
         at = name if _at is None else _at
         with ExitStack() as made:
             if shared is not False:
-                self._options = _of_shared(made, name, shared, device, cache, line)
-                if writable and not self._options["cache"].owned:
+                own = _of_shared(made, name, shared, **options)
+                self._options = {**options, "device": None, "cache": own, "line": None}
+                if writable and not own.owned:
                     raise SharedCacheError(
                         f"{name}: another process owns its cache, and only the owner of a shared "
                         'cache writes files: open it with mode="r", or without shared='
                     )
-            self._options["controller"] = controller
             if is_gvdk(at):
                 if capacity is not None:
                     raise ArgumentError(
@@ -297,7 +268,6 @@ class File(KernelFile):
             elif writable:
                 self._attach_plain(made, at, capacity, _reserve)
             else:
-                self._end_of = None
                 array = opening.open(name, mode, np.uint8, offset=0, **self._options, **self._ways)
                 self._attach(made, array, array.size)
             self._opened = _Opened(self, made.pop_all())
@@ -313,7 +283,6 @@ class File(KernelFile):
             _shown=self._path,
         )
         made.callback(image.close)
-        self._end_of = None
         array = opening.open(image, self._mode, np.uint8, **self._options)
         self._attach(made, array, image.size)
 
@@ -816,11 +785,12 @@ def _of_shared(
     made: ExitStack,
     path: str,
     shared: bool | str,
-    device: Device | str | None,
-    cache: opening.CacheLike,
-    line: int | str | None,
-) -> dict[str, Any]:
-    """Return options of an open through a cache that processes share."""
+    device: Device | str | None = None,
+    cache: opening.CacheLike = "auto",
+    line: int | str | None = None,
+    **_: Any,
+) -> Cache:
+    """Return a cache that processes share."""
     if isinstance(cache, Cache):
         raise ArgumentError(
             "shared= makes a cache: give cache= as its capacity, or leave shared out"
@@ -834,4 +804,4 @@ def _of_shared(
     capacity = None if cache == "auto" else cache
     own = Cache(capacity, line or LINE_DEFAULT, device=resolve(device), shared=name)
     made.callback(own.close)
-    return {"device": None, "cache": own, "line": None}
+    return own
