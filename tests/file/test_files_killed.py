@@ -27,6 +27,7 @@ from flashwarp.testing import KillSuite
 
 KILLS = int(os.environ.get("FLASHWARP_KILLS", "2"))
 ROOM = 256 << 10
+pytestmark = pytest.mark.timeout(120 + 15 * KILLS)
 
 
 class Killed(KillSuite):

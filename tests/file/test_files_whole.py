@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.errors import FlashwarpError, LockedError, SharedCacheError, StorageError
+from flashwarp.errors import (
+    FlashwarpError,
+    LockedError,
+    PathError,
+    SharedCacheError,
+    StorageError,
+)
 from flashwarp.file.gvdk import Gvdk
 from flashwarp.storage import files
+from flashwarp.table.record import Record
+from flashwarp.trace import Trace
+from flashwarp.trace.compare import save as save_comparisons
 
 OLD = b"precious" * 100
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "image": {"format": "gvdk"}}
@@ -225,3 +237,32 @@ def test_a_stamp_tells_a_file_whose_time_was_restored(old: Path) -> None:
 
     assert before[:4] == after[:4]
     assert before != after
+
+
+# What is written in one go.
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda path: Trace(np.arange(9), 512, "t").save(path),
+        lambda path: save_comparisons([], path, fact=1),
+        lambda path: Record("sgd", 3, 2, 4).write(str(path)),
+    ],
+    ids=["trace", "comparison", "record"],
+)
+def test_a_file_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "f"
+    save(path)
+    before = {each: each.read_bytes() for each in tmp_path.iterdir()}
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PathError, match="full"):
+        save(path)
+
+    assert {each: each.read_bytes() for each in tmp_path.iterdir()} == before

@@ -12,7 +12,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -36,6 +36,7 @@ __all__ = [
     "open_for_reading",
     "opened",
     "path_error",
+    "replacing",
     "stamp",
     "write_error",
 ]
@@ -353,6 +354,20 @@ class Draft:
 
     def __exit__(self, *exception: object) -> None:
         self._held.close()
+
+
+@contextlib.contextmanager
+def replacing(path: PathLike) -> Iterator[BinaryIO]:
+    """Write a file that takes its name, whole and durable, at the end of the ``with`` statement."""
+    target = check_new(check_name(path), True)
+    with Draft(target, overwrite=True, lock=False) as draft:
+        try:
+            with open(draft.descriptor, "wb", closefd=False) as file:
+                yield file
+            os.fsync(draft.descriptor)
+        except OSError as error:
+            raise write_error(error, target) from error
+        draft.publish()
 
 
 def write_error(error: OSError, path: str) -> PathError:
