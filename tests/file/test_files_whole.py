@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -152,6 +153,40 @@ def test_the_lock_lasts_until_the_end_is_cut(old: Path, monkeypatch: pytest.Monk
 
     assert cut == ["locked"]
     assert old.read_bytes() == OLD
+
+
+def test_the_lock_is_kept_while_a_file_gets_more_room(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach = fw.File._attach_plain
+
+    def watched(*arguments: Any, **options: Any) -> None:
+        with old.open("rb") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        attach(*arguments, **options)
+
+    with fw.File.open(old, "r+", device="cpu") as f:
+        monkeypatch.setattr(fw.File, "_attach_plain", watched)
+        f.extend("1 MiB")
+        monkeypatch.undo()
+        f.append(b"more")
+
+    assert old.read_bytes() == OLD + b"more"
+    with fw.File.open(old, "r+", device="cpu"):
+        pass
+
+
+def test_a_file_that_gets_no_more_room_is_closed_and_whole(old: Path) -> None:
+    f = fw.File.open(old, "r+", device="cpu", capacity=5000)
+    f.append(b"more")
+
+    with pytest.raises(PathError):
+        f.extend(1 << 62)
+
+    assert f.closed
+    assert old.read_bytes() == OLD + b"more"
+    with fw.File.open(old, "r+", device="cpu"):
+        pass
 
 
 def test_a_file_of_size_0_takes_its_space(tmp_path: Path) -> None:

@@ -292,7 +292,9 @@ class File(KernelFile):
         """Open an ordinary file for writing: its lock first, which its end then stays under."""
         plan = opening.planned(self._path, "r+", **self._options, **{**self._ways, "lock": False})
         plan.make_way(at)
-        end = self._end_of = _EndOf(at, self._path, self._ways["lock"])
+        # One that is kept has the lock already.
+        end = self._end_of = self._end_of or _EndOf(at, self._path, self._ways["lock"])
+        end.kept = False
         made.callback(end.let_go)
         size = end.size
         most = size if capacity is None else parse_bytes(capacity, "capacity")
@@ -488,12 +490,14 @@ class File(KernelFile):
                 f"{self._path} is a sparse image, which keeps its capacity of {self.capacity} "
                 "bytes: export it, and import it with a larger one"
             )
-        is_image = self.image is not None
-        self.close()
-        if is_image:
-            Gvdk.extend(self._path, most, key=self._key)
+        end = self._end_of
         with ExitStack() as made:
-            if is_image:
+            if end is not None:
+                end.kept = True  # until it is attached again: nobody gets the lock meanwhile
+                made.callback(end.give_up)
+            self.close()
+            if end is None:
+                Gvdk.extend(self._path, most, key=self._key)
                 self._attach_image(made, self._path)
             else:
                 self._attach_plain(made, self._path, most, reserve=False)
@@ -711,6 +715,8 @@ class _EndOf:
         self.same_file = f"/proc/self/fd/{self.descriptor}"
         """Names the file, whatever has its path now."""
         self.size = self.capacity = os.fstat(self.descriptor).st_size
+        self.kept = False
+        """Whether it stays as it is when the file is closed."""
 
     def reserve(self, capacity: int, space: bool) -> None:
         """Give the file its length, and if asked for its space; or leave it as it was."""
@@ -726,7 +732,7 @@ class _EndOf:
 
     def cut(self) -> None:
         """Let the file end there; raise StorageError if another program has moved its end."""
-        if self.size == self.capacity:
+        if self.kept or self.size == self.capacity:
             return
         now = os.fstat(self.descriptor).st_size
         if now > self.capacity:
@@ -742,7 +748,17 @@ class _EndOf:
 
     def let_go(self) -> None:
         """Give the lock up."""
-        self._held = None
+        if not self.kept:
+            self._held = None
+
+    def give_up(self) -> None:
+        """End what was kept and could not be attached again."""
+        if self.kept:
+            self.kept = False
+            try:
+                self.cut()
+            finally:
+                self.let_go()
 
 
 @contextmanager
