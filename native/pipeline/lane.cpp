@@ -172,7 +172,9 @@ bool Lane::start(const Waiting& waiting, std::vector<EndedRun>& ended) {
   const Run run = waiting.run;
   const bool whole = is_aligned(run.offset | run.nbytes, kBlock);
   if (waiting.is_write && drives_ == nullptr && (storage_->writes_inline() || !whole)) {
-    // Two runs may share a block, so a part of one is not for a command.
+    // Two runs may share a block, so a part of one is not for a command. The call may wait for
+    // blocks, which no command of this lane may hold then.
+    if (!storage_->writes_inline() && writes_ != 0) return false;
     write_blocking(run, ended);
     return true;
   }
@@ -202,6 +204,7 @@ void Lane::post(HostQueuePair& pair, const Waiting& waiting) {
                                 uint32_t((end - begin) >> nvme::kLbaShift), memory,
                                 nvme::second_prp(memory, end - begin, kTransferPageBytes)));
   ++in_flight_;
+  writes_ += waiting.is_write;
 }
 
 void Lane::reap(HostQueuePair& pair, std::vector<EndedRun>& ended) {
@@ -212,6 +215,7 @@ void Lane::reap(HostQueuePair& pair, std::vector<EndedRun>& ended) {
     }
     free_cids_.push_back(cid);
     --in_flight_;
+    writes_ -= slot.is_write;
     finish(slot.run, slot.is_write, status, ended);
   });
 }

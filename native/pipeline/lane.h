@@ -116,6 +116,7 @@ class Lane {
   size_t next_ = 0;  // the first of the backlog that has not started
   size_t tried_ = 0;
   uint32_t in_flight_ = 0;
+  uint32_t writes_ = 0;  // of these
   std::vector<Slot> slots_;
   std::vector<uint16_t> free_cids_;
   std::unique_ptr<HostMemory> bounce_;

@@ -24,6 +24,7 @@ constexpr auto kReleasePoll = std::chrono::milliseconds(5);
 struct FileLock::Table {
   std::mutex mutex;
   std::map<Key, Users> users;
+  std::map<Key, std::weak_ptr<BlockLocks>> blocks;
 };
 
 // Never freed, because storages may be closed while the process exits.
@@ -49,12 +50,25 @@ int lock_for_writing(int fd) {
   return 0;
 }
 
-std::unique_ptr<FileLock> FileLock::take(int fd, const struct stat& information, bool writable,
-                                         const std::string& path) {
+FileLock::Key FileLock::key_of(const struct stat& information) {
   // Several nodes may name one block device.
   const bool is_block_device = S_ISBLK(information.st_mode);
-  const Key key = {is_block_device ? uint64_t(information.st_rdev) : uint64_t(information.st_dev),
-                   is_block_device ? 0 : uint64_t(information.st_ino), fork_generation()};
+  return {is_block_device ? uint64_t(information.st_rdev) : uint64_t(information.st_dev),
+          is_block_device ? 0 : uint64_t(information.st_ino), fork_generation()};
+}
+
+std::shared_ptr<BlockLocks> FileLock::blocks_of(const struct stat& information) {
+  const std::lock_guard guard(table().mutex);
+  std::erase_if(table().blocks, [](const auto& each) { return each.second.expired(); });
+  std::weak_ptr<BlockLocks>& known = table().blocks[key_of(information)];
+  std::shared_ptr<BlockLocks> blocks = known.lock();
+  if (blocks == nullptr) known = blocks = std::make_shared<BlockLocks>();
+  return blocks;
+}
+
+std::unique_ptr<FileLock> FileLock::take(int fd, const struct stat& information, bool writable,
+                                         const std::string& path) {
+  const Key key = key_of(information);
   std::unique_ptr<FileLock> lock(new FileLock(fd, key, writable));
   {
     const std::lock_guard guard(table().mutex);

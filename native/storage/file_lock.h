@@ -15,6 +15,8 @@
 
 namespace fw::native {
 
+class BlockLocks;
+
 // Takes flock(2) on a descriptor for one writer. Returns 0 or an errno value. Waits half a second
 // at most, because the kernel takes a moment to close the files of a process that was killed.
 int lock_for_writing(int fd);
@@ -25,6 +27,8 @@ class FileLock {
   // EWOULDBLOCK if another process writes it. `fd` must outlive the lock.
   static std::unique_ptr<FileLock> take(int fd, const struct stat& information, bool writable,
                                         const std::string& path);
+  // The blocks of a file that this process writes past the page cache, for all of its storages.
+  static std::shared_ptr<BlockLocks> blocks_of(const struct stat& information);
   ~FileLock();
   FileLock(const FileLock&) = delete;
   FileLock& operator=(const FileLock&) = delete;
@@ -38,6 +42,7 @@ class FileLock {
     uint32_t generation;  // of forks: files that a parent has open are not open in its child
     auto operator<=>(const Key&) const = default;
   };
+  static Key key_of(const struct stat& information);
   struct Users {
     uint32_t readers = 0;
     uint32_t writers = 0;

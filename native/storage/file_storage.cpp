@@ -13,8 +13,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
+#include <thread>
 
 #include "base/alignment.h"
 #include "storage/file_lock.h"
@@ -30,6 +33,10 @@ constexpr int64_t kRefreshNs = 1'000'000;
 
 // The aligned scratch of a thread, through which unaligned blocking reads pass.
 constexpr size_t kScratchBytes = 1 << 20;
+
+// How long a write waits for blocks, and how often it looks. Who holds them waits for a disk only.
+constexpr int64_t kHoldLimitNs = 60'000'000'000;
+constexpr auto kHoldPause = std::chrono::microseconds(20);
 
 // statx(2) with STATX_DIOALIGN (Linux 6.1); older C libraries do not declare the two fields.
 constexpr unsigned kStatxDioAlign = 0x2000;
@@ -76,14 +83,16 @@ DirectAlignment alignment_of(int direct_fd) {
       syscall(SYS_statx, direct_fd, "", AT_EMPTY_PATH, kStatxDioAlign, &information);
   if (result == 0 && (information.mask & kStatxDioAlign) != 0) {
     if (information.dio_offset_align == 0) {
-      return {0, 0, "the file system reports that this file has no direct I/O"};
+      return {0, 0, 0, "the file system reports that this file has no direct I/O"};
     }
-    return {information.dio_memory_align, information.dio_offset_align, ""};
+    return {information.dio_memory_align, information.dio_offset_align,
+            information.dio_offset_align, ""};
   }
-  for (uint32_t alignment : {512u, 4096u}) {
-    if (direct_read_works(direct_fd, alignment)) return {alignment, alignment, ""};
+  // Some file systems take writes through the page cache if they fill no pages.
+  for (uint32_t alignment : {512u, kPageBytes}) {
+    if (direct_read_works(direct_fd, alignment)) return {alignment, alignment, kPageBytes, ""};
   }
-  return {0, 0, "direct reads fail with 512 and with 4096 byte alignment"};
+  return {0, 0, 0, "direct reads fail with 512 and with 4096 byte alignment"};
 }
 
 bool is_same_file(int one, int other) {
@@ -138,7 +147,7 @@ DirectAlignment probe_direct_alignment(const std::string& path) {
   try {
     fd = open_file(path, false, O_DIRECT);
   } catch (const OpenError& error) {
-    return {0, 0, std::string("open with O_DIRECT: ") + error.what()};
+    return {0, 0, 0, std::string("open with O_DIRECT: ") + error.what()};
   }
   DirectAlignment alignment = alignment_of(fd);
   close(fd);
@@ -151,11 +160,15 @@ struct FileStorage::Opened {
   int fd = -1;
   int direct_fd = -1;
   uint32_t alignment = 1;
+  uint32_t write_alignment = 1;
   uint64_t offset = 0;
   uint64_t nbytes = 0;
+  uint64_t size = 0;
+  struct stat information = {};
   bool block_device = false;
   bool memory_file_system = false;
   std::unique_ptr<FileLock> lock;
+  std::shared_ptr<BlockLocks> blocks;
   const FileOptions& options;
 
   Opened(std::string file, const FileOptions& asked) : path(std::move(file)), options(asked) {}
@@ -171,12 +184,11 @@ struct FileStorage::Opened {
   }
 
   void find_range() {
-    struct stat information;
     if (fstat(fd, &information) != 0) refuse(errno, error_text(errno));
     if (options.lock) lock = FileLock::take(fd, information, options.writable, path);
     block_device = S_ISBLK(information.st_mode);
     memory_file_system = is_memory_file_system(fd);
-    const uint64_t size = size_of(fd, information);
+    size = size_of(fd, information);
     offset = options.offset;
     if (offset > size) refuse(EINVAL, "the offset lies beyond the end of the file");
     nbytes = options.nbytes != 0 ? options.nbytes : size - offset;
@@ -193,6 +205,11 @@ struct FileStorage::Opened {
     const DirectAlignment found = alignment_of(direct_fd);
     if (!found.error.empty()) refuse(EINVAL, found.error);
     alignment = std::max(found.memory, found.offset);
+    write_alignment = std::max(alignment, found.write);
+    if (!options.writable) return;
+    blocks = FileLock::blocks_of(information);
+    // Read ahead, Linux would keep many pages in one folio, which is dirty if one of them is.
+    posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
   }
 };
 
@@ -218,7 +235,7 @@ FileStorage::FileStorage(Opened&& opened)
       fd_(std::exchange(opened.fd, -1)),
       direct_fd_(std::exchange(opened.direct_fd, -1)),
       alignment_(opened.alignment),
-      write_alignment_(std::max(opened.alignment, kPageBytes)),
+      write_alignment_(opened.write_alignment),
       file_offset_(opened.offset),
       block_device_(opened.block_device),
       memory_file_system_(opened.memory_file_system),
@@ -226,7 +243,9 @@ FileStorage::FileStorage(Opened&& opened)
                        ? nullptr
                        : reinterpret_cast<std::byte*>(opened.options.map_address + opened.offset)),
       direct_(opened.options.direct),
-      lock_(std::move(opened.lock)) {
+      lock_(std::move(opened.lock)),
+      blocks_(std::move(opened.blocks)),
+      file_end_(opened.size) {
   if (opened.options.may_change) census_ = std::make_unique<ReadCensus>(nbytes());
   if (direct() && !opened.options.may_change) return;
   if (opened.options.copies_cached) {
@@ -256,6 +275,7 @@ void FileStorage::refresh_backing(int64_t now_ns) {
 uint64_t FileStorage::look_at_size() {
   struct stat information;
   const uint64_t size = fstat(fd_, &information) == 0 ? size_of(fd_, information) : 0;
+  if (!block_device_) file_end_.store(size, std::memory_order_relaxed);
   const uint64_t backed = size <= file_offset_ ? 0 : std::min(nbytes(), size - file_offset_);
   set_backed_nbytes(backed);
   return backed;
@@ -382,17 +402,85 @@ int FileStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* f
   return fail(write_range(file_offset_ + offset, source, n), offset, n, failure);
 }
 
+// Blocks that a blocking call writes. It waits for them, so a thread whose own transfers hold some
+// ends these first.
+class FileStorage::Holding {
+ public:
+  explicit Holding(const BlockClaim& claim) : claim_(claim) {
+    const int64_t end = monotonic_ns() + kHoldLimitNs;
+    while (!(held_ = claim_.take()) && monotonic_ns() < end)
+      std::this_thread::sleep_for(kHoldPause);
+    if (!held_) claim_.withdraw();
+  }
+  ~Holding() {
+    if (held_) claim_.release();
+  }
+  Holding(const Holding&) = delete;
+  Holding& operator=(const Holding&) = delete;
+
+  int error() const { return held_ ? 0 : ETIMEDOUT; }
+
+ private:
+  BlockClaim claim_;
+  bool held_ = false;
+};
+
+// How a direct write of [from, from + n) begins: up to the next part that is written another way.
+BlockClaim FileStorage::claim_of(uint64_t from, uint64_t n) const {
+  // Relaxed: a look that is late is corrected by the transfer, which finds the file too short.
+  const uint64_t file_end = file_end_.load(std::memory_order_relaxed);
+  const uint64_t begin = round_down(from, write_alignment_);
+  const uint64_t end = begin + write_alignment_;
+  BlockClaim claim = {blocks_.get()};
+  claim.offset = from;
+  claim.nbytes = std::min(n, end - from);
+  if (begin == from && n >= write_alignment_) {
+    claim.nbytes = round_down(n, write_alignment_);
+  } else {
+    claim.kind = end > file_end ? BlockClaim::Kind::kTail : BlockClaim::Kind::kPart;
+  }
+  claim.beside_tail = !is_aligned(file_end, write_alignment_) &&
+                      from + claim.nbytes > round_down(file_end, BlockLocks::kFolioBytesMax);
+  return claim;
+}
+
 int FileStorage::write_range(uint64_t file_offset, const std::byte* data, size_t n) {
-  const uint64_t first = round_up(file_offset, write_alignment_);
-  const uint64_t last = round_down(file_offset + n, write_alignment_);
-  const bool phases_agree =
-      is_aligned(reinterpret_cast<uint64_t>(data) + (first - file_offset), alignment_);
-  if (!direct() || first >= last || !phases_agree) return write_fully(fd_, data, n, file_offset);
-  const size_t head = first - file_offset;
-  const size_t middle = last - first;
-  if (int status = write_fully(fd_, data, head, file_offset)) return status;
-  if (int status = write_fully(direct_fd_, data + head, middle, first)) return status;
-  return write_fully(fd_, data + head + middle, n - head - middle, last);
+  if (!direct()) return write_fully(fd_, data, n, file_offset);
+  while (n != 0) {
+    const BlockClaim claim = claim_of(file_offset, std::min(n, kScratchBytes));
+    const Holding holding(claim);
+    int error = holding.error();
+    if (error == 0 && claim.kind == BlockClaim::Kind::kWhole) {
+      error = write_whole(file_offset, data, claim.nbytes);
+    } else if (error == 0 && claim.kind == BlockClaim::Kind::kPart) {
+      error = write_part(file_offset, data, claim.nbytes);
+    } else if (error == 0 && (error = write_fully(fd_, data, claim.nbytes, file_offset)) == 0) {
+      error = fdatasync(fd_) == 0 ? 0 : errno;
+    }
+    if (error != 0) return error;
+    data += claim.nbytes;
+    file_offset += claim.nbytes;
+    n -= claim.nbytes;
+  }
+  return 0;
+}
+
+int FileStorage::write_whole(uint64_t file_offset, const std::byte* data, size_t n) {
+  if (!is_aligned(reinterpret_cast<uint64_t>(data), alignment_)) {
+    std::byte* const scratch = thread_scratch();
+    if (scratch == nullptr) return ENOMEM;
+    data = static_cast<const std::byte*>(std::memcpy(scratch, data, n));
+  }
+  return write_fully(direct_fd_, data, n, file_offset);
+}
+
+int FileStorage::write_part(uint64_t file_offset, const std::byte* data, size_t n) {
+  std::byte* const scratch = thread_scratch();
+  if (scratch == nullptr) return ENOMEM;
+  const uint64_t begin = round_down(file_offset, write_alignment_);
+  if (int error = read_fully(direct_fd_, scratch, write_alignment_, begin)) return error;
+  std::memcpy(scratch + (file_offset - begin), data, n);
+  return write_fully(direct_fd_, scratch, write_alignment_, begin);
 }
 
 Piece FileStorage::piece(uint64_t file_offset, uint64_t n, uint32_t request_offset,
@@ -419,14 +507,16 @@ bool FileStorage::resolve(const Request& request, PieceList& pieces) {
   if (!direct()) return pieces.add(piece(start, request.nbytes, at, true));
   if (!request.is_write) return pieces.add(piece(start, request.nbytes, at, false));
 
-  const uint64_t first = round_up(start, write_alignment_);
-  const uint64_t last = round_down(end, write_alignment_);
-  if (first >= last) return pieces.add(piece(start, request.nbytes, at, true));
-  const auto part = [&](uint64_t from, uint64_t to, bool through_cache) {
-    return from == to ||
-           pieces.add(piece(from, to - from, at + uint32_t(from - start), through_cache));
-  };
-  return part(start, first, true) && part(first, last, false) && part(last, end, true);
+  for (uint64_t from = start; from != end;) {
+    const BlockClaim claim = claim_of(from, end - from);
+    const bool is_tail = claim.kind == BlockClaim::Kind::kTail;
+    Piece next = piece(from, claim.nbytes, at + uint32_t(from - start), is_tail);
+    next.claim = claim;
+    if (claim.kind == BlockClaim::Kind::kPart) next.block_bytes = write_alignment_;
+    if (!pieces.add(next)) return false;
+    from += claim.nbytes;
+  }
+  return true;
 }
 
 bool FileStorage::resolve_flush(PieceList& pieces) {
@@ -443,27 +533,41 @@ int FileStorage::flush(IoFailure* failure) {
 
 int FileStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return fail(status, offset, n, failure);
-  // A block device takes whole blocks only, and the bytes beside them are not the caller's.
-  const uint64_t unit = block_device_ ? kPageBytes : 1;
+  // A block device takes whole blocks only, and the bytes beside them are not the caller's. A file
+  // system would make parts of pages zeros in the page cache.
+  const uint64_t unit = block_device_ || direct() ? kPageBytes : 1;
   const uint64_t first = round_up(file_offset_ + offset, unit);
   const uint64_t last = round_down(file_offset_ + offset + n, unit);
   if (first >= last) return 0;
-  const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
-  if (fallocate(fd_, mode, off_t(first), off_t(last - first)) == 0) return 0;
+  const int error = deallocate(FALLOC_FL_PUNCH_HOLE, first, last - first);
   // Deallocation is a hint (NVM command set, Dataset Management), so it succeeds on a medium that
   // does not have it.
-  return is_unavailable(errno) ? 0 : fail(errno, offset, n, failure);
+  return is_unavailable(error) ? 0 : fail(error, offset, n, failure);
+}
+
+// Returns 0 or an errno value. No part of a block there is being written back meanwhile.
+int FileStorage::deallocate(int mode, uint64_t file_offset, uint64_t n) {
+  std::optional<Holding> holding;
+  if (blocks_ != nullptr) holding.emplace(claim_of(file_offset, n));
+  if (holding && holding->error() != 0) return holding->error();
+  mode |= FALLOC_FL_KEEP_SIZE;
+  return fallocate(fd_, mode, off_t(file_offset), off_t(n)) == 0 ? 0 : errno;
 }
 
 int FileStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return fail(status, offset, n, failure);
   if (n == 0) return 0;
   if (int status = check_extent(offset, n)) return fail(status, offset, n, failure);
-  const int mode = FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE;
-  if (fallocate(fd_, mode, off_t(file_offset_ + offset), off_t(n)) == 0) return 0;
+  const uint64_t unit = direct() ? kPageBytes : 1;
+  const uint64_t first = std::min(round_up(file_offset_ + offset, unit) - file_offset_, offset + n);
+  const uint64_t last = std::max(first, round_down(file_offset_ + offset + n, unit) - file_offset_);
+  if (int status = zero_by_writing(offset, first - offset, failure)) return status;
+  if (int status = zero_by_writing(last, offset + n - last, failure)) return status;
+  if (first == last) return 0;
+  const int error = deallocate(FALLOC_FL_ZERO_RANGE, file_offset_ + first, last - first);
   // Block devices return EINVAL for a range that is no multiple of their sectors.
-  if (is_unavailable(errno) || errno == EINVAL) return zero_by_writing(offset, n, failure);
-  return fail(errno, offset, n, failure);
+  if (!is_unavailable(error) && error != EINVAL) return fail(error, offset, n, failure);
+  return zero_by_writing(first, last - first, failure);
 }
 
 int FileStorage::zero_by_writing(uint64_t offset, uint64_t n, IoFailure* failure) {

@@ -1,10 +1,12 @@
 // A byte range of a file or block device as a namespace.
 //
 // With O_DIRECT, transfers bypass the page cache without alignment rules for the caller: reads are
-// widened, and the parts of pages at the ends of a write go through the page cache. So no page is
-// written in part by one path while the other has it dirty. For a read-only file, the caller may
-// pass an existing mapping, which then is the namespace's memory. If another process truncates the
-// file, writes beyond its end fail; they do not extend it again.
+// widened, and a block of which a write has a part is read, changed and written by one owner
+// (block_locks.h). Only the last bytes of a file that ends inside of a block go through the page
+// cache, and they are written back before another write beside them begins. So Linux finds no page
+// that it cannot drop, which it would report as an EIO of the whole file. For a read-only file, the
+// caller may pass an existing mapping, which then is the namespace's memory. If another process
+// truncates the file, writes beyond its end fail; they do not extend it again.
 //
 // A read-only file may be opened for both paths and switch between them at any time. A transfer
 // stays on the path on which it began. Before a direct read, the kernel writes dirty pages back. A
@@ -28,7 +30,8 @@ class ReadCensus;
 struct DirectAlignment {
   uint32_t memory = 0;
   uint32_t offset = 0;
-  std::string error;  // empty when direct I/O works
+  uint32_t write = 0;  // of offset and length of writes
+  std::string error;   // empty when direct I/O works
 };
 DirectAlignment probe_direct_alignment(const std::string& path);
 
@@ -84,9 +87,14 @@ class FileStorage final : public Storage {
   struct Opened;
   explicit FileStorage(Opened&& opened);
 
+  class Holding;
   Piece piece(uint64_t offset, uint64_t n, uint32_t request_offset, bool through_cache) const;
+  BlockClaim claim_of(uint64_t file_offset, uint64_t n) const;
   int read_direct(uint64_t file_offset, std::byte* data, size_t n);
   int write_range(uint64_t file_offset, const std::byte* data, size_t n);
+  int write_whole(uint64_t file_offset, const std::byte* data, size_t n);
+  int write_part(uint64_t file_offset, const std::byte* data, size_t n);
+  int deallocate(int mode, uint64_t file_offset, uint64_t n);
   int zero_by_writing(uint64_t offset, uint64_t n, IoFailure* failure);
   int check_extent(uint64_t offset, uint64_t n);
   uint64_t look_at_size();
@@ -98,7 +106,7 @@ class FileStorage final : public Storage {
   const int fd_;
   const int direct_fd_;
   const uint32_t alignment_;        // of direct reads
-  const uint32_t write_alignment_;  // of direct writes: at least a page, see the top of this file
+  const uint32_t write_alignment_;  // of direct writes
   const uint64_t file_offset_;
   const bool block_device_;
   const bool memory_file_system_;
@@ -108,6 +116,8 @@ class FileStorage final : public Storage {
   std::unique_ptr<PageCacheWindow> window_;  // null: every read is a system call
   std::string window_refusal_;               // why there is no window
   std::unique_ptr<FileLock> lock_;           // null: not asked for
+  std::shared_ptr<BlockLocks> blocks_;       // null: not written past the page cache
+  std::atomic<uint64_t> file_end_;           // at the last look
   std::atomic<bool> nowait_refused_{false};
   std::atomic<int64_t> refreshed_ns_{0};
   std::atomic<bool> written_{false};

@@ -19,6 +19,7 @@
 
 #include "base/fork_guard.h"
 #include "flashwarp/base/platform.cuh"
+#include "storage/block_locks.h"
 
 namespace fw::native {
 
@@ -68,6 +69,8 @@ struct Piece {
   int buffered_fd = -1;  // the same file through the page cache, for the rest of short transfers
   const NvmeNamespace* nvme = nullptr;  // set: by NVMe commands, in multiples of the alignment
   uint32_t alignment = 1;               // of memory, offset and length; 1 through the page cache
+  BlockClaim claim;                     // of a write past the page cache, while it is under way
+  uint32_t block_bytes = 0;  // set: a part of a block of so many bytes, which is read and written
   bool block_device = false;
   uint32_t nbytes = 0;
   uint32_t request_offset = 0;  // of this part in the caller's buffer

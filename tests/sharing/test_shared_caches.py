@@ -605,6 +605,18 @@ def test_file_that_was_written_since(client: fw.Cache, path: Path) -> None:
         assert x[0, 1] == 8
 
 
+def test_file_that_was_written_since_and_has_its_time_back(client: fw.Cache, path: Path) -> None:
+    with fw.open(path, cache=client) as x:
+        assert x[0, 1] == 1
+    status = os.stat(path)
+    with path.open("r+b") as file:
+        np.lib.format.open_memmap(path, "r+")[0] = 9
+        os.utime(file.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    with fw.open(path, cache=client) as x:
+        assert x[0, 1] == 9
+
+
 def test_array_that_the_owner_closes(owner: fw.Cache, client: fw.Cache, tmp_path: Path) -> None:
     """Another array gets the same line numbers, whose rows must never show in the first."""
     for name, value in (("a", 1), ("b", 2)):

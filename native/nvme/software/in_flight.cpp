@@ -26,11 +26,18 @@ constexpr int64_t kCancelNs = 3'000'000'000;
 // How long commands that the kernel cancels are sent again.
 constexpr int64_t kResubmitNs = 10'000'000'000;
 
+// How long a blocking write waits for the transfers of its own queue.
+constexpr int64_t kOwnWritesNs = 60'000'000'000;
+
 // The bits of an operation's token that have the piece's index.
 constexpr uint32_t kPieceBits = 8;
 static_assert(PieceList::kCountMax <= 1u << kPieceBits);
+uint32_t index_of(uint64_t token) { return token & ((1u << kPieceBits) - 1); }
 
 }  // namespace
+
+// How far a piece is that holds blocks.
+enum class Stage : uint8_t { kNone, kWaiting, kReading, kWriting };
 
 struct InFlight::Command {
   nvme::command entry;
@@ -50,8 +57,9 @@ struct InFlight::Command {
   IoFailure failure;
   PieceList pieces;
   uint64_t scratch_offset[PieceList::kCountMax];
-  uint32_t lead[PieceList::kCountMax];      // bytes that widening put before the piece
-  uint32_t io_bytes[PieceList::kCountMax];  // bytes that are transferred, widening included
+  uint32_t lead[PieceList::kCountMax] = {};      // bytes that widening put before the piece
+  uint32_t io_bytes[PieceList::kCountMax] = {};  // bytes that are transferred, widening included
+  Stage stage[PieceList::kCountMax] = {};
 };
 
 InFlight::InFlight(const ControllerContext& context, uint32_t depth,
@@ -151,7 +159,7 @@ bool InFlight::prepare(Command& command) {
     const Piece& piece = command.pieces[i];
     const uint64_t address = reinterpret_cast<uint64_t>(command.memory) + piece.request_offset;
     const uint64_t bits = address | piece.file_offset | piece.nbytes;
-    if (!is_aligned(bits, piece.alignment)) command.memory = nullptr;
+    if (!is_aligned(bits, piece.alignment) || piece.block_bytes != 0) command.memory = nullptr;
     command.lead[i] = 0;
     command.io_bytes[i] = piece.nbytes;
   }
@@ -164,19 +172,31 @@ bool InFlight::lay_out_scratch(Command& command) {
   for (uint32_t i = 0; i < command.pieces.size(); ++i) {
     const Piece& piece = command.pieces[i];
     command.scratch_offset[i] = position;
-    if (!command.is_write) {
-      command.lead[i] = uint32_t(piece.file_offset & (piece.alignment - 1));
-      command.io_bytes[i] = uint32_t(round_up(command.lead[i] + piece.nbytes, piece.alignment));
+    // A part of a block is kept behind the room for its block.
+    const uint32_t kept = piece.block_bytes == 0 ? 0 : piece.nbytes;
+    const uint32_t unit = std::max(piece.block_bytes, command.is_write ? 1 : piece.alignment);
+    command.lead[i] = uint32_t(piece.file_offset & (unit - 1));
+    command.io_bytes[i] = uint32_t(round_up(command.lead[i] + piece.nbytes, unit));
+    position = round_up(position + command.io_bytes[i] + kept, kScratchAlignment);
+    if (position > scratch_stride_ || std::max(piece.alignment, unit) > kScratchAlignment) {
+      return false;
     }
-    position = round_up(position + command.io_bytes[i], kScratchAlignment);
-    if (position > scratch_stride_ || piece.alignment > kScratchAlignment) return false;
   }
   if (!command.is_write) return true;
   for (uint32_t i = 0; i < command.pieces.size(); ++i) {
     const Piece& piece = command.pieces[i];
-    memory_.copy_from(piece.request_offset, memory_of(command, i), piece.nbytes);
+    std::byte* const whole = memory_of(command, i);
+    std::byte* const part = whole - command.lead[i] + command.io_bytes[i];
+    memory_.copy_from(piece.request_offset, piece.block_bytes == 0 ? whole : part, piece.nbytes);
   }
   return true;
+}
+
+// Changes the block that was read by the part of it that was kept.
+void InFlight::merge(Command& command, uint32_t index) const {
+  std::byte* const whole = memory_of(command, index);
+  std::memcpy(whole, whole - command.lead[index] + command.io_bytes[index],
+              command.pieces[index].nbytes);
 }
 
 // The address of a piece's data, after the bytes that widening put before it.
@@ -195,18 +215,48 @@ void InFlight::submit(Command& command) {
   if (--command.remaining == 0) command_done(command);
 }
 
+// Takes the blocks that a piece writes. If it cannot have them now, it waits among others.
+bool InFlight::hold(Command& command, uint32_t index) {
+  Piece& piece = command.pieces[index];
+  Stage& stage = command.stage[index];
+  if (piece.claim.blocks == nullptr || stage > Stage::kWaiting) return true;
+  if (!piece.claim.take()) {
+    stage = Stage::kWaiting;
+    waiting_.push_back(uint64_t(command.index) << kPieceBits | index);
+    return false;
+  }
+  stage = piece.block_bytes != 0 ? Stage::kReading : Stage::kWriting;
+  ++holding_;
+  return true;
+}
+
+void InFlight::submit_waiting() {
+  std::vector<uint64_t> tokens;
+  tokens.swap(waiting_);
+  for (const uint64_t token : tokens) {
+    if (engine_->free_slots() == 0) {
+      waiting_.push_back(token);
+    } else {
+      submit_piece(context_of(uint32_t(token >> kPieceBits)), index_of(token));
+    }
+  }
+}
+
 void InFlight::submit_piece(Command& command, uint32_t index) {
   Piece& piece = command.pieces[index];
+  if (!hold(command, index)) return;
   if (piece.fd < 0 || engine_->free_slots() == 0) {
     // Host memory; or a retry, when the engine is full.
     const int error = finish_piece(command, index, 0);
     return piece_done(command, index, error == 0 ? int32_t(command.io_bytes[index]) : -error);
   }
   IoOperation operation;
-  operation.kind = command.is_flush   ? IoOperation::Kind::kSync
-                   : command.is_write ? IoOperation::Kind::kWrite
-                                      : IoOperation::Kind::kRead;
-  operation.durable = command.durable;
+  const bool reads = !command.is_write || command.stage[index] == Stage::kReading;
+  operation.kind = command.is_flush ? IoOperation::Kind::kSync
+                   : reads          ? IoOperation::Kind::kRead
+                                    : IoOperation::Kind::kWrite;
+  // The last bytes of a file leave the page cache clean for the writes beside them.
+  operation.durable = !reads && (command.durable || piece.claim.kind == BlockClaim::Kind::kTail);
   operation.fd = piece.fd;
   operation.nvme = piece.nvme;
   operation.token = uint64_t(command.index) << kPieceBits | index;
@@ -226,13 +276,18 @@ void InFlight::kick() {
 }
 
 uint32_t InFlight::reap() {
+  const uint32_t moved = reap_results();
+  if (!waiting_.empty()) submit_waiting();
+  return moved;
+}
+
+uint32_t InFlight::reap_results() {
   IoResult results[kReapMax];
   uint32_t moved = 0;
   while (const uint32_t count = engine_->reap(results, kReapMax)) {
     for (uint32_t i = 0; i < count; ++i) {
       Command& command = context_of(uint32_t(results[i].token >> kPieceBits));
-      const uint32_t index = results[i].token & ((1u << kPieceBits) - 1);
-      piece_done(command, index, results[i].result);
+      piece_done(command, index_of(results[i].token), results[i].result);
       if (command.remaining == 0) moved += command_done(command);
     }
   }
@@ -241,8 +296,17 @@ uint32_t InFlight::reap() {
 
 void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
   --command.remaining;
-  const Piece& piece = command.pieces[index];
+  Piece& piece = command.pieces[index];
   int error = result < 0 ? -result : 0;
+  const bool is_read = command.stage[index] == Stage::kReading;
+  if (is_read && result == int32_t(command.io_bytes[index])) {
+    merge(command, index);
+    command.stage[index] = Stage::kWriting;
+    ++command.remaining;
+    return submit_piece(command, index);
+  }
+  const uint32_t lead = command.is_write ? 0 : command.lead[index];
+  const uint32_t wanted = command.is_write ? command.io_bytes[index] : lead + piece.nbytes;
   if (piece.nvme != nullptr && is_cancelled(error) && may_resubmit(command)) {
     ++command.remaining;
     return submit_piece(command, index);
@@ -257,9 +321,12 @@ void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
     // moves the piece itself. Bad memory fails again.
     counters_.engine_fallbacks.add(1);
     error = finish_piece(command, index, 0);
-  } else if (error == 0 && uint32_t(result) < command.lead[index] + piece.nbytes) {
-    const uint32_t lead = command.lead[index];
+  } else if (error == 0 && uint32_t(result) < wanted) {
     error = finish_piece(command, index, uint32_t(result) > lead ? uint32_t(result) - lead : 0);
+  }
+  if (command.stage[index] > Stage::kWaiting) {
+    piece.claim.release();
+    --holding_;
   }
   if (error == 0 || command.error != 0) return;
   if (piece.block_device) error = error_of_block_device(error);
@@ -276,7 +343,8 @@ bool InFlight::may_resubmit(Command& command) {
   return !draining_ && now < command.resubmit_until_ns;
 }
 
-// Moves the rest of a piece, from `done` on, by blocking calls through the page cache.
+// Moves the rest of a piece, from `done` on, by blocking calls: reads through the page cache, and
+// writes as they were begun.
 int InFlight::finish_piece(Command& command, uint32_t index, uint32_t done) {
   const Piece& piece = command.pieces[index];
   if (command.is_flush) return storage_.flush();
@@ -293,10 +361,22 @@ int InFlight::finish_piece(Command& command, uint32_t index, uint32_t done) {
                     nvme_transfer(*piece.nvme, command.is_write, piece.file_offset - lead,
                                   memory - lead, command.io_bytes[index], command.durable));
   }
-  const uint64_t offset = piece.file_offset + done;
-  if (!command.is_write) return read_fully(piece.buffered_fd, memory, nbytes, offset);
-  if (int error = write_fully(piece.buffered_fd, memory, nbytes, offset)) return error;
-  return command.durable && fdatasync(piece.buffered_fd) != 0 ? errno : 0;
+  if (!command.is_write) {
+    return read_fully(piece.buffered_fd, memory, nbytes, piece.file_offset + done);
+  }
+  const uint32_t lead = command.lead[index];
+  const uint64_t offset = piece.file_offset - lead;
+  std::byte* const whole = memory_of(command, index) - lead;
+  if (command.stage[index] == Stage::kReading) {
+    if (int error = read_fully(piece.fd, whole, command.io_bytes[index], offset)) return error;
+    merge(command, index);
+  }
+  const uint64_t begun = round_down(done, std::max(piece.alignment, piece.block_bytes));
+  const int error =
+      write_fully(piece.fd, whole + begun, command.io_bytes[index] - begun, offset + begun);
+  if (error != 0) return error;
+  const bool durable = command.durable || piece.claim.kind == BlockClaim::Kind::kTail;
+  return durable && fdatasync(piece.buffered_fd) != 0 ? errno : 0;
 }
 
 // Returns true if the command is completed, false if it continues on another replica.
@@ -335,11 +415,31 @@ void InFlight::run_blocking(Command& command) {
   if (command.is_flush) {
     command.error = storage_.flush(&command.failure);
   } else if (command.is_write) {
-    command.error = memory_.write(command.range, command.durable, command.failure);
+    end_own_writes(command);
+    if (command.error == 0) {
+      command.error = memory_.write(command.range, command.durable, command.failure);
+    }
   } else {
     command.error = memory_.read(command.range, true, command.failure);
   }
   finish(command);
+}
+
+// A blocking call waits for blocks, so no transfer of this queue may hold them, or come first.
+void InFlight::end_own_writes(Command& command) {
+  if (holding_ == 0 && waiting_.empty()) return;
+  for (const uint64_t token : waiting_) {
+    Command& other = context_of(uint32_t(token >> kPieceBits));
+    other.pieces[index_of(token)].claim.withdraw();
+  }
+  const int64_t end = monotonic_ns() + kOwnWritesNs;
+  while (holding_ != 0 && monotonic_ns() < end) {
+    kick();
+    if (reap_results() == 0) std::this_thread::yield();
+  }
+  if (holding_ != 0) command.error = ETIMEDOUT;
+  // What was reaped has used the memory of its own command.
+  if (memory_.walk(command.entry, command.range.total) != nvme::kSuccess) command.error = EFAULT;
 }
 
 // Copies a finished read from scratch to the command's memory, and clears what is past the end.
@@ -359,6 +459,18 @@ void InFlight::deliver(Command& command) {
   memory_.zero_tail(command.range);
 }
 
+// Ends pieces that wait for blocks.
+void InFlight::end_waiting() {
+  std::vector<uint64_t> tokens;
+  tokens.swap(waiting_);
+  for (const uint64_t token : tokens) {
+    Command& command = context_of(uint32_t(token >> kPieceBits));
+    command.pieces[index_of(token)].claim.withdraw();
+    piece_done(command, index_of(token), -ECANCELED);
+    if (command.remaining == 0) command_done(command);
+  }
+}
+
 void InFlight::drain() {
   draining_ = true;
   kick();
@@ -370,6 +482,7 @@ void InFlight::drain() {
     const int64_t waited = monotonic_ns() - start;
     if (waited > kDrainNs && !asked) {
       engine_->cancel_all();
+      end_waiting();
       asked = true;
     }
     if (waited > kDrainNs + kCancelNs) break;

@@ -4,6 +4,10 @@
 // Otherwise the pieces pass through an aligned scratch area, and direct reads are widened. A
 // context is constructed when a command needs it, and the one used last is reused first, so
 // contexts and scratch that a load does not need cost no memory. One thread at a time.
+//
+// A piece that holds blocks of its file (storage/block_locks.h) and cannot have them now waits
+// here, and the others go on. A piece that is a part of a block is read into scratch, changed and
+// written.
 #pragma once
 
 #include <atomic>
@@ -57,7 +61,13 @@ class InFlight {
   bool lay_out_scratch(Command& command);
   void submit(Command& command);
   void submit_piece(Command& command, uint32_t index);
+  bool hold(Command& command, uint32_t index);
+  void submit_waiting();
+  void end_waiting();
+  void end_own_writes(Command& command);
+  uint32_t reap_results();
   std::byte* memory_of(Command& command, uint32_t index) const;
+  void merge(Command& command, uint32_t index) const;
   bool may_resubmit(Command& command);
   void piece_done(Command& command, uint32_t index, int32_t result);
   int finish_piece(Command& command, uint32_t index, uint32_t done);
@@ -80,6 +90,8 @@ class InFlight {
   uint64_t scratch_stride_ = 0;
   uint64_t scratch_nbytes_ = 0;
   uint32_t turn_ = 0;
+  uint32_t holding_ = 0;           // pieces that hold blocks
+  std::vector<uint64_t> waiting_;  // tokens of pieces that wait for blocks
   bool draining_ = false;
 };
 

@@ -246,6 +246,22 @@ def create(
     return array
 
 
+def planned(
+    path: str,
+    mode: Mode,
+    *,
+    device: Device | str | None = None,
+    cache: CacheLike = "auto",
+    line: int | str | None = None,
+    o_direct: bool | None = None,
+    controller: Controller | None = None,
+    lock: bool = True,
+) -> _Plan:
+    """Check what `open` is given, for a caller who then opens a part of a file that it knows."""
+    return _Plan(_Request(path, mode, None, None, device, cache, line, o_direct, None, controller,
+                          None, lock, False))  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Request:
     """What `open` was given; pickled, it opens the same files in another process."""
@@ -350,6 +366,8 @@ class _Plan:
             )
         self.cache = request.cache
         self.line_bytes = check_line(LINE_DEFAULT if request.line is None else request.line)
+        if not isinstance(self.cache, Cache) and self.cache != "auto":
+            parse_bytes(self.cache, "cache")
         device = None
         if isinstance(self.cache, Cache):
             device, line_bytes = self.cache._bound_device, self.cache.line_bytes
@@ -379,10 +397,9 @@ class _Plan:
         """Choose the data path of files, then the cache, then the controllers."""
         if isinstance(self.cache, Cache) and not self.cache.owned:
             return self._open_as_client(self.cache, source, recipe)
-        if isinstance(self.cache, Cache) and self.cache._owner is not None and self.access.writable:
-            for part in source.parts:
-                if isinstance(part, FilePart):
-                    self.cache._owner.give_up(part.path)
+        for part in source.parts:
+            if isinstance(part, FilePart):
+                self.make_way(part.path)
         with contextlib.ExitStack() as undo:
             opened = undo.enter_context(contextlib.ExitStack())
             storage, why = reach(source, self.access, self._host_bytes, opened)
@@ -419,6 +436,11 @@ class _Plan:
             raise DataPathError(f"{told}:\n{reason}")
         array.strict = self.strict
         return array
+
+    def make_way(self, path: str) -> None:
+        """Close what clients of the cache have read of a file and none has open, for a writer."""
+        if isinstance(self.cache, Cache) and self.cache._owner is not None and self.access.writable:
+            self.cache._owner.give_up(path)
 
     def _open_as_client(self, cache: Cache, source: Source, recipe: _Request | None) -> Array:
         """Open a file in the cache of another process, which opens it, too."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import endings
+from flashwarp import _native, endings
 from flashwarp.array import opening
 from flashwarp.array.array import Array
 from flashwarp.array.futures import Future
@@ -28,12 +31,14 @@ from flashwarp.errors import (
     FlashwarpError,
     ForkError,
     ReadOnlyError,
+    SharedCacheError,
+    StorageError,
 )
 from flashwarp.file.gvdk import Gvdk, Recovered, Report, is_gvdk
 from flashwarp.file.gvdk.tables import Disk
-from flashwarp.file.kernel_file import FileStateStruct, KernelFile, read_size
+from flashwarp.file.kernel_file import LINES_AHEAD_MAX, FileStateStruct, KernelFile, read_size
 from flashwarp.nvme import Controller
-from flashwarp.storage import files
+from flashwarp.storage import files, npy, source
 
 __all__ = ["File"]
 
@@ -84,7 +89,7 @@ class File(KernelFile):
     _key: bytes | None
     _prefetch: int
     _opened: _Opened
-    _end_of: _EndOf
+    _end_of: _EndOf | None
 
     def __init__(self, *_: object, **__: object) -> None:
         raise ArgumentError("files are made by flashwarp.File.open and flashwarp.File.create")
@@ -137,22 +142,12 @@ class File(KernelFile):
         ArgumentError
             For a capacity below the size, or with mode "r", or of an image.
         """
-        return endings.uninterrupted(
-            lambda: cls._open(
-                path,
-                mode,
-                device,
-                cache,
-                line,
-                prefetch,
-                capacity,
-                shared,
-                o_direct,
-                controller,
-                key,
-                lock,
-            )
-        )
+        opened = partial(
+            cls._open, path, mode, prefetch=prefetch, capacity=capacity, shared=shared, key=key,
+            o_direct=o_direct, lock=lock, device=device, cache=cache, line=line,
+            controller=controller,
+        )  # fmt: skip
+        return endings.uninterrupted(opened)
 
     @classmethod
     def create(
@@ -170,6 +165,8 @@ class File(KernelFile):
     ) -> File:
         """Make a file of zeros, durably, and open it with mode "r+".
 
+        The file takes its name last: a call that fails, or a crash, leaves what was there before.
+
         Parameters
         ----------
         path : path-like
@@ -182,7 +179,8 @@ class File(KernelFile):
         block, key : optional
             Of an image.
         preallocate : bool or str
-            Take all space now, as for `Gvdk.create`; an ordinary file takes it, or is sparse.
+            Take all space now, as for `Gvdk.create`. An ordinary file takes that of its capacity,
+            or is sparse; `close` gives back what lies behind its end.
         overwrite : bool
             Replace an existing file.
         **options
@@ -196,45 +194,46 @@ class File(KernelFile):
         ArgumentError
             For numbers outside of their limits.
         """
-        choice("format", format, ("plain", "gvdk"))
-        if format == "gvdk":
-            Gvdk.create(
-                path, size, block=block, preallocate=preallocate, capacity=capacity, key=key,
-                overwrite=overwrite,
-            ).close()  # fmt: skip
-            return cls.open(path, "r+", key=key, **options)
-        if key is not None or block != "4 KiB":
-            raise ArgumentError('key= and block= are of images: give format="gvdk"')
-        nbytes = integer("size", parse_bytes(size, "size"), 0, SIZE_MAX)
-        most = nbytes if capacity is None else parse_bytes(capacity, "capacity")
-        most = integer("capacity", most, nbytes, SIZE_MAX)
-        target = files.check_new(files.check_name(path), flag("overwrite", overwrite))
-        with files.Draft(target, overwrite, lock=True) as draft:
-            try:
-                if flag("preallocate", preallocate) and most:
-                    os.posix_fallocate(draft.descriptor, 0, most)
-                os.ftruncate(draft.descriptor, nbytes)
-                os.fsync(draft.descriptor)
-            except OSError as error:
-                raise files.write_error(error, target) from error
-            draft.publish()
-        return cls.open(path, "r+", capacity=most, **options)
+
+        def make() -> File:
+            own: dict[str, Any] = {"key": key}
+            choice("format", format, ("plain", "gvdk"))
+            if format == "gvdk":
+                draft = Gvdk.drafted(path, size, block, preallocate, capacity, key, overwrite)
+            elif key is not None or block != "4 KiB":
+                raise ArgumentError('key= and block= are of images: give format="gvdk"')
+            else:
+                nbytes = integer("size", parse_bytes(size, "size"), 0, SIZE_MAX)
+                most = nbytes if capacity is None else parse_bytes(capacity, "capacity")
+                own["capacity"] = integer("capacity", most, nbytes, SIZE_MAX)
+                own["_reserve"] = flag("preallocate", preallocate)
+                draft = _drafted(path, nbytes, flag("overwrite", overwrite))
+            with draft as made:
+                file = cls._open(path, "r+", **own, **options, _at=made.path)
+                try:
+                    made.publish()
+                except BaseException:
+                    file.close()
+                    raise
+            return file
+
+        return endings.uninterrupted(make)
 
     @classmethod
     def _open(
         cls,
         path: files.PathLike,
         mode: opening.Mode,
-        device: Device | str | None,
-        cache: opening.CacheLike,
-        line: int | str | None,
-        prefetch: int,
-        capacity: int | str | None,
-        shared: bool | str,
-        o_direct: bool | None,
-        controller: Controller | None,
-        key: bytes | None,
-        lock: bool,
+        *,
+        prefetch: int = 8,
+        capacity: int | str | None = None,
+        shared: bool | str = False,
+        o_direct: bool | None = None,
+        key: bytes | None = None,
+        lock: bool = True,
+        _at: str | None = None,
+        _reserve: bool = False,
+        **options: Any,
     ) -> File:
         endings.check_not_ended()
         choice("mode", mode, ("r", "r+"))
@@ -243,66 +242,69 @@ class File(KernelFile):
         if capacity is not None and not writable:
             raise ArgumentError("capacity= is for writing: give mode='r+', or leave it out")
         self = cls.__new__(cls)
-        self.image = None
-        self._path, self._mode = name, mode
-        self._options = {"device": device, "cache": cache, "line": line}
-        self._ways = {"o_direct": o_direct, "lock": lock}
-        self._key, self._prefetch = key, prefetch
+        self.image = self._end_of = None
+        self._path, self._mode, self._options = name, mode, options
+        direct = None if o_direct is None else flag("o_direct", o_direct)
+        self._ways = {"o_direct": direct, "lock": flag("lock", lock)}
+        self._key, self._prefetch = key, integer("prefetch", prefetch, 0, LINES_AHEAD_MAX)
+        at = name if _at is None else _at
         with ExitStack() as made:
             if shared is not False:
-                self._options = _of_shared(made, name, shared, device, cache, line)
-            self._options["controller"] = controller
-            if is_gvdk(name):
+                own = _of_shared(made, name, shared, **options)
+                self._options = {**options, "device": None, "cache": own, "line": None}
+                if writable and not own.owned:
+                    raise SharedCacheError(
+                        f"{name}: another process owns its cache, and only the owner of a shared "
+                        'cache writes files: open it with mode="r", or without shared='
+                    )
+            if is_gvdk(at):
                 if capacity is not None:
                     raise ArgumentError(
                         f"{name} is an image, which has its own capacity: File.extend moves it"
                     )
-                self._attach_image(made)
+                self._attach_image(made, at)
             elif key is not None:
                 raise ArgumentError(f"{name} is no image, so it has no key")
+            elif writable:
+                self._attach_plain(made, at, capacity, _reserve)
             else:
-                self._attach_plain(made, capacity)
+                array = opening.open(name, mode, np.uint8, offset=0, **self._options, **self._ways)
+                self._attach(made, array, array.size)
             self._opened = _Opened(self, made.pop_all())
         return self
 
-    def _attach_image(self, made: ExitStack) -> None:
+    def _attach_image(self, made: ExitStack, at: str) -> None:
         image = self.image = Gvdk(
-            self._path,
+            at,
             writable=self._mode == "r+",
             key=self._key,
             lock=self._ways["lock"],
             o_direct=bool(self._ways["o_direct"]),
+            _shown=self._path,
         )
         made.callback(image.close)
-        self._end_of = _EndOf(-1, image.size)
         array = opening.open(image, self._mode, np.uint8, **self._options)
         self._attach(made, array, image.size)
 
-    def _attach_plain(self, made: ExitStack, capacity: int | str | None) -> None:
-        writable = self._mode == "r+"
-        files.check(self._path, writable)
-        size = os.stat(self._path).st_size
+    def _attach_plain(
+        self, made: ExitStack, at: str, capacity: int | str | None, reserve: bool
+    ) -> None:
+        """Open an ordinary file for writing: its lock first, which its end then stays under."""
+        plan = opening.planned(self._path, "r+", **self._options, **{**self._ways, "lock": False})
+        plan.make_way(at)
+        # One that is kept has the lock already.
+        end = self._end_of = self._end_of or _EndOf(at, self._path, self._ways["lock"])
+        end.kept = False
+        made.callback(end.let_go)
+        size = end.size
         most = size if capacity is None else parse_bytes(capacity, "capacity")
-        most = integer("capacity", most, size, SIZE_MAX)
-        descriptor = -1
-        try:
-            if writable:
-                descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-                made.callback(os.close, descriptor)
-            self._end_of = _EndOf(descriptor, size)
-            made.callback(self._end_of.cut)
-            if most > size:
-                # Nothing may change a file that another process writes.
-                self._open_bytes(device="cpu", cache="64 KiB").close()
-                os.ftruncate(descriptor, most)
-        except OSError as error:
-            if isinstance(error, FlashwarpError):
-                raise
-            raise files.write_error(error, self._path) from error
-        self._attach(made, self._open_bytes(**self._options), size)
-
-    def _open_bytes(self, **options: Any) -> Array:
-        return opening.open(self._path, self._mode, np.uint8, offset=0, **options, **self._ways)
+        end.reserve(integer("capacity", most, size, SIZE_MAX), reserve)
+        made.callback(end.cut)
+        part = source.FilePart(
+            end.same_file, npy.Layout(np.dtype(np.uint8), (end.capacity,), 0), shown=self._path
+        )
+        array = plan.open(source.Source(part.layout.dtype, part.layout.shape, (part,)))
+        self._attach(made, array, size)
 
     def _attach(self, made: ExitStack, array: Array, size: int) -> None:
         made.callback(array.close)
@@ -488,15 +490,17 @@ class File(KernelFile):
                 f"{self._path} is a sparse image, which keeps its capacity of {self.capacity} "
                 "bytes: export it, and import it with a larger one"
             )
-        is_image = self.image is not None
-        self.close()
-        if is_image:
-            Gvdk.extend(self._path, most, key=self._key)
+        end = self._end_of
         with ExitStack() as made:
-            if is_image:
-                self._attach_image(made)
+            if end is not None:
+                end.kept = True  # until it is attached again: nobody gets the lock meanwhile
+                made.callback(end.give_up)
+            self.close()
+            if end is None:
+                Gvdk.extend(self._path, most, key=self._key)
+                self._attach_image(made, self._path)
             else:
-                self._attach_plain(made, most)
+                self._attach_plain(made, self._path, most, reserve=False)
             self._opened = _Opened(self, made.pop_all())
 
     def sync(self) -> None:
@@ -686,24 +690,88 @@ class _Opened:
                     self._array.synchronize()
                 finally:
                     size = read_size(self.device, self._state)
-                    self._end_of.size = size
+                    if self._end_of is not None:
+                        self._end_of.size = size
                     if self._image is not None:
                         self._image.note_size(size)
         return None
 
 
 class _EndOf:
-    """The end of an ordinary file that is as long as its capacity while it is open."""
+    """The end and the lock of an ordinary file that is as long as its capacity while it is open.
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        self.size = size
-        self._descriptor = descriptor
+    It is measured and cut under the lock. What another program appends meanwhile is never cut.
+    """
+
+    def __init__(self, path: str, shown: str, lock: bool) -> None:
+        files.check(path, writable=True)
+        self._path = shown
+        self._held: _native.FileStorage | None = files.opened(
+            lambda: _native.FileStorage(path, writable=True, lock=lock, name=shown),
+            shown,
+            writable=True,
+        )
+        self.descriptor = self._held.fd
+        self.same_file = f"/proc/self/fd/{self.descriptor}"
+        """Names the file, whatever has its path now."""
+        self.size = self.capacity = os.fstat(self.descriptor).st_size
+        self.kept = False
+        """Whether it stays as it is when the file is closed."""
+
+    def reserve(self, capacity: int, space: bool) -> None:
+        """Give the file its length, and if asked for its space; or leave it as it was."""
+        try:
+            if capacity > self.size:
+                os.ftruncate(self.descriptor, capacity)
+            if space and capacity:
+                os.posix_fallocate(self.descriptor, 0, capacity)
+        except OSError as error:
+            os.ftruncate(self.descriptor, self.size)
+            raise files.write_error(error, self._path) from error
+        self.capacity = capacity
 
     def cut(self) -> None:
-        """Let the file end there."""
-        if self._descriptor >= 0 and os.fstat(self._descriptor).st_size > self.size:
-            os.ftruncate(self._descriptor, self.size)
-            os.fsync(self._descriptor)
+        """Let the file end there; raise StorageError if another program has moved its end."""
+        if self.kept or self.size == self.capacity:
+            return
+        now = os.fstat(self.descriptor).st_size
+        if now > self.capacity:
+            raise StorageError(
+                errno.EBUSY,
+                f"another program has appended to it, beyond the capacity of {self.capacity} "
+                f"bytes: it keeps its {now} bytes, and was not cut to its size of {self.size}",
+                self._path,
+            )
+        if now > self.size:
+            os.ftruncate(self.descriptor, self.size)
+            os.fsync(self.descriptor)
+
+    def let_go(self) -> None:
+        """Give the lock up."""
+        if not self.kept:
+            self._held = None
+
+    def give_up(self) -> None:
+        """End what was kept and could not be attached again."""
+        if self.kept:
+            self.kept = False
+            try:
+                self.cut()
+            finally:
+                self.let_go()
+
+
+@contextmanager
+def _drafted(path: files.PathLike, nbytes: int, overwrite: bool) -> Iterator[files.Draft]:
+    """Make a file of zeros beside its name; durable."""
+    target = files.check_new(files.check_name(path), overwrite)
+    with files.Draft(target, overwrite, lock=True) as draft:
+        try:
+            os.ftruncate(draft.descriptor, nbytes)
+            os.fsync(draft.descriptor)
+        except OSError as error:
+            raise files.write_error(error, target) from error
+        yield draft
 
 
 def _bytes_of(tensor: Any) -> Any:
@@ -733,11 +801,12 @@ def _of_shared(
     made: ExitStack,
     path: str,
     shared: bool | str,
-    device: Device | str | None,
-    cache: opening.CacheLike,
-    line: int | str | None,
-) -> dict[str, Any]:
-    """Return options of an open through a cache that processes share."""
+    device: Device | str | None = None,
+    cache: opening.CacheLike = "auto",
+    line: int | str | None = None,
+    **_: Any,
+) -> Cache:
+    """Return a cache that processes share."""
     if isinstance(cache, Cache):
         raise ArgumentError(
             "shared= makes a cache: give cache= as its capacity, or leave shared out"
@@ -751,4 +820,4 @@ def _of_shared(
     capacity = None if cache == "auto" else cache
     own = Cache(capacity, line or LINE_DEFAULT, device=resolve(device), shared=name)
     made.callback(own.close)
-    return {"device": None, "cache": own, "line": None}
+    return own

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FileStateStruct", "FileStruct", "KernelFile", "read_size"]
 
-_LINES_AHEAD_MAX = 1 << 16
+LINES_AHEAD_MAX = 1 << 16
 _READ, _WRITE = 1, 2
 _ARRAY_BYTES = 72
 
@@ -73,7 +73,7 @@ class KernelFile(Closing):
         if array.ndim != 1:
             raise ArgumentError(f"a file for kernels has one axis, the array has {array.ndim}")
         self.array = array
-        self._ahead = integer("prefetch", prefetch, 0, _LINES_AHEAD_MAX)
+        self._ahead = integer("prefetch", prefetch, 0, LINES_AHEAD_MAX)
         self._fixed_size = integer("size", array.size if size is None else size, 0, array.size)
         state = FileStateStruct(self._fixed_size)
         self._state = array.device.allocate(ctypes.sizeof(state))

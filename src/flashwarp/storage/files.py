@@ -12,7 +12,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -36,6 +36,7 @@ __all__ = [
     "open_for_reading",
     "opened",
     "path_error",
+    "replacing",
     "stamp",
     "write_error",
 ]
@@ -118,8 +119,9 @@ def open_for_reading(path: str) -> BinaryIO:
 class Stamp(NamedTuple):
     """Which file it is, and its state as far as the file system shows it.
 
-    A file that has the same stamp later was most likely not written in between: the time of the
-    last write has the resolution of the kernel's clock, some milliseconds.
+    A file that has the same stamp later was most likely not written in between: the times have the
+    resolution of the kernel's clock, some milliseconds. A program can set the time of the last
+    write back, but not that of the last change.
     """
 
     device: int
@@ -127,12 +129,15 @@ class Stamp(NamedTuple):
     nbytes: int
     """0 for a block device."""
     modified_ns: int
+    changed_ns: int
 
 
 def stamp(descriptor: int) -> Stamp:
     """Return the stamp of an open file."""
     status = os.fstat(descriptor)
-    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return Stamp(
+        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    )
 
 
 def opened(attempt: Callable[[], T], path: str, *, writable: bool) -> T:
@@ -349,6 +354,20 @@ class Draft:
 
     def __exit__(self, *exception: object) -> None:
         self._held.close()
+
+
+@contextlib.contextmanager
+def replacing(path: PathLike) -> Iterator[BinaryIO]:
+    """Write a file that takes its name, whole and durable, at the end of the ``with`` statement."""
+    target = check_new(check_name(path), True)
+    with Draft(target, overwrite=True, lock=False) as draft:
+        try:
+            with open(draft.descriptor, "wb", closefd=False) as file:
+                yield file
+            os.fsync(draft.descriptor)
+        except OSError as error:
+            raise write_error(error, target) from error
+        draft.publish()
 
 
 def write_error(error: OSError, path: str) -> PathError:

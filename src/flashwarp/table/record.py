@@ -72,15 +72,9 @@ class Record:
 
     def write(self, table: str | os.PathLike[str]) -> None:
         """Replace the record of a table, durably. Blocks for two fsyncs."""
-        target = record_path(table)
         text = json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1)
-        with files.Draft(files.check_new(target, True), overwrite=True, lock=False) as draft:
-            try:
-                os.write(draft.descriptor, text.encode() + b"\n")
-                os.fsync(draft.descriptor)
-            except OSError as error:
-                raise files.write_error(error, target) from error
-            draft.publish()
+        with files.replacing(record_path(table)) as file:
+            file.write(text.encode() + b"\n")
 
 
 def _parse(found: dict[str, Any]) -> Record:

@@ -6,12 +6,12 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashwarp.errors import ArgumentError, MissingFileError
 from flashwarp.policy import POLICIES, Policy
 from flashwarp.probe.text import aligned
+from flashwarp.storage import files
 from flashwarp.trace.belady import min_misses, min_misses_in_sets
 from flashwarp.trace.format import Trace
 from flashwarp.trace.replay import replay
@@ -117,9 +117,10 @@ def compare(
 
 
 def save(comparisons: Sequence[Comparison], path: str | os.PathLike[str], **facts: Any) -> None:
-    """Write comparisons and other facts as JSON."""
+    """Write comparisons and other facts as JSON, to a file that appears whole or not at all."""
     content = {**facts, "comparisons": [each.as_dict() for each in comparisons]}
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    with files.replacing(path) as file:
+        file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 
 def plot(comparisons: Sequence[Comparison], path: str | os.PathLike[str]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import zipfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
+from flashwarp.storage import files
 
 __all__ = ["Trace"]
 
@@ -73,8 +73,8 @@ class Trace:
         return Trace(np.unique(self.lines, return_inverse=True)[1], self.line_bytes, self.name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to an ``.npz`` file."""
-        with Path(path).open("wb") as file:
+        """Write it to an ``.npz`` file, which appears whole or not at all."""
+        with files.replacing(path) as file:
             np.savez_compressed(file, version=_VERSION, **vars(self))
 
     @classmethod

@@ -6,6 +6,7 @@ the marks name all that was written since.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -48,7 +49,7 @@ from flashwarp.file.gvdk.layout import (
 from flashwarp.file.gvdk.making import (
     COPY_BYTES,
     checked_key,
-    make,
+    drafted,
     new_header,
     rounded,
     take_space,
@@ -137,17 +138,21 @@ class Gvdk(Storage):
         key: bytes | None = None,
         lock: bool = True,
         o_direct: bool = False,
+        _shown: files.PathLike | None = None,
     ) -> None:
-        self._file = files.check_name(path)
+        name = files.check_name(path)
+        self._file = name if _shown is None else files.check_name(_shown)
         writable = flag("writable", writable)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._sealer = Sealer(checked_key(key))
         self._broken: OSError | None = None
         self._marked = False
-        files.check(self._file, writable)
+        files.check(name, writable)
         self._opened = files.opened(
-            lambda: _native.FileStorage(self._file, writable=writable, lock=flag("lock", lock)),
+            lambda: _native.FileStorage(
+                name, writable=writable, lock=flag("lock", lock), name=self._file
+            ),
             self._file,
             writable=writable,
         )
@@ -182,6 +187,8 @@ class Gvdk(Storage):
 
     def _storage(self, writable: bool, o_direct: bool) -> _native.ImageStorage:
         header, at = self._header, places(self._header)
+        if o_direct:  # marks are written through the page cache, in no folio with data
+            os.posix_fadvise(self._disk.fd, 0, 0, os.POSIX_FADV_RANDOM)
         data = None
         if header.type is ImageType.FIXED:
             missing = at.data + header.capacity - self._disk.nbytes
@@ -263,11 +270,30 @@ class Gvdk(Storage):
             For numbers outside of their limits.
         ExistingFileError, MissingFileError, PathError
         """
+        with cls.drafted(path, size, block, preallocate, capacity, key, overwrite) as draft:
+            image = cls(draft.path, writable=True, key=key, _shown=path)
+            try:
+                draft.publish()
+            except BaseException:
+                image.close()
+                raise
+        return image
+
+    @staticmethod
+    def drafted(
+        path: files.PathLike,
+        size: int | str,
+        block: int | str,
+        preallocate: bool | str,
+        capacity: int | str | None,
+        key: bytes | None,
+        overwrite: bool,
+    ) -> contextlib.AbstractContextManager[files.Draft]:
+        """Make an image as `create` does, which takes its name by `Draft.publish`."""
         if not isinstance(preallocate, bool) and preallocate != "zeros":
             raise ArgumentError(f'preallocate={preallocate!r} is neither True, False nor "zeros"')
         header = new_header(size, block, capacity, preallocate is not False, key)
-        make(path, header, checked_key(key), overwrite, zeros=preallocate == "zeros")
-        return cls(path, writable=True, key=key)
+        return drafted(path, header, checked_key(key), overwrite, zeros=preallocate == "zeros")
 
     @classmethod
     def import_(
@@ -284,6 +310,8 @@ class Gvdk(Storage):
     ) -> None:
         """Make an image of the bytes of an ordinary file. Blocks until it is durable.
 
+        The image takes its name last: a call that fails, or a crash, leaves what was there before.
+
         Parameters
         ----------
         source : path-like
@@ -295,30 +323,25 @@ class Gvdk(Storage):
             Nobody can open the image for writing.
         """
         name = files.check_name(source)
+        read_only = flag("read_only", read_only)
         with files.open_for_reading(name) as file:
             size = os.fstat(file.fileno()).st_size
-            target = files.check_name(path)
-            with cls.create(
-                target,
-                size,
-                block=block,
-                preallocate=preallocate,
-                capacity=capacity,
-                key=key,
-                overwrite=overwrite,
-            ) as image:
-                done = 0
-                while done < size:
-                    data = file.read(min(COPY_BYTES, size - done))
-                    if not data:
-                        raise StorageError(errno.ENODATA, "was cut short while it was read", name)
-                    if any(data):
-                        image.write(done, data)
-                    done += len(data)
-                if flag("read_only", read_only):
-                    image._header = replace(image._header, writable=False)
-                    image._marked = True  # so that the sync writes a header
-                image.sync()
+            with cls.drafted(path, size, block, preallocate, capacity, key, overwrite) as draft:
+                with cls(draft.path, writable=True, key=key, _shown=path) as image:
+                    done = 0
+                    while done < size:
+                        data = file.read(min(COPY_BYTES, size - done))
+                        if not data:
+                            why = "was cut short while it was read"
+                            raise StorageError(errno.ENODATA, why, name)
+                        if any(data):
+                            image.write(done, data)
+                        done += len(data)
+                    if read_only:
+                        image._header = replace(image._header, writable=False)
+                        image._marked = True  # so that the sync writes a header
+                    image.sync()
+                draft.publish()
 
     def export(self, path: files.PathLike, *, overwrite: bool = False) -> None:
         """Write the bytes up to `size` to an ordinary file. Blocks until it is durable."""

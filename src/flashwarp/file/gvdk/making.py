@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from flashwarp import _native
@@ -24,7 +26,7 @@ from flashwarp.file.gvdk.layout import (
 from flashwarp.file.gvdk.tables import Disk
 from flashwarp.storage import files
 
-__all__ = ["COPY_BYTES", "checked_key", "make", "new_header", "rounded", "take_space"]
+__all__ = ["COPY_BYTES", "checked_key", "drafted", "new_header", "rounded", "take_space"]
 
 COPY_BYTES = 4 << 20
 _KEY_BYTES_MIN = 16
@@ -65,10 +67,11 @@ def new_header(
     return header
 
 
-def make(
+@contextmanager
+def drafted(
     path: files.PathLike, header: Header, key: bytes | None, overwrite: bool, *, zeros: bool
-) -> None:
-    """Make the file of an image: whole and durable, or not at all."""
+) -> Iterator[files.Draft]:
+    """Make the file of an image beside its name, which it takes by `publish`; durable then."""
     at, sealer = places(header), Sealer(key)
     target = files.check_new(files.check_name(path), flag("overwrite", overwrite))
     with files.Draft(target, overwrite, lock=True) as draft:
@@ -86,7 +89,7 @@ def make(
             os.fsync(draft.descriptor)
         except OSError as error:
             raise files.write_error(error, target) from error
-        draft.publish()
+        yield draft
 
 
 def take_space(descriptor: int, nbytes: int) -> None:

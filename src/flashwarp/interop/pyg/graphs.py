@@ -27,6 +27,7 @@ from flashwarp.config import choice
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, BoundsError
 from flashwarp.interop.torch import sampling
+from flashwarp.storage import files
 
 __all__ = ["GraphStore", "NeighborSampler"]
 
@@ -161,8 +162,12 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
             raise ArgumentError(f"{edge_type} would have the folder {name!r} of {other}: rename it")
         folder = self._folder / name
         folder.mkdir(parents=True, exist_ok=True)
-        np.save(folder / _OFFSETS, offsets.numpy())
-        np.save(folder / _NEIGHBOURS, neighbours.numpy())
+        with (
+            files.replacing(folder / _OFFSETS) as begins,
+            files.replacing(folder / _NEIGHBOURS) as lists,
+        ):
+            np.save(begins, offsets.numpy())
+            np.save(lists, neighbours.numpy())
         return folder
 
     def _get_edge_index(self, edge_attr: EdgeAttr) -> tuple[torch.Tensor, torch.Tensor] | None:
