@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--failures", type=int, default=3, help="of a process, which then ends")
     parser.add_argument("--rooms", default="", help="only steps of these modules, by commas")
+    parser.add_argument("--but", default="", help="no steps of these names, by commas")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--mutant", default="", help="take a mend out first, see mutants.py")
     parser.add_argument("--replay", type=int, metavar="SEED")
@@ -62,9 +63,10 @@ def _with_driver(given: argparse.Namespace) -> int:
     from oracle.runner import Runner, main_of_child
 
     rooms = [each for each in given.rooms.split(",") if each]
+    but = given.but.split(",")
     with folders() as places, mutants.without(given.mutant):
         seed = given.seed if given.replay is None else given.replay
-        runner = Runner(given.device, places, rooms, seed)
+        runner = Runner(given.device, places, rooms, seed, but)
         if given.replay is not None:
             return _replay(runner, given)
         progress = os.open(given.child, os.O_WRONLY | os.O_CREAT)
@@ -158,6 +160,7 @@ def _run_child(
         "--seconds": seconds,
         "--failures": given.failures,
         "--rooms": given.rooms,
+        "--but": given.but,
         "--mutant": given.mutant,
         "--child": progress,
     }

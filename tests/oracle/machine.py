@@ -97,6 +97,8 @@ class Machine:
         """Copy an array of the device to the host, behind what is queued on a stream."""
         if isinstance(array, np.ndarray):
             return array
+        if not self.on_gpu:
+            return np.asarray(array)
         device = self.devices[0]
         if hasattr(array, "data_ptr"):
             host = np.empty(tuple(array.shape), str(array.dtype).removeprefix("torch."))
@@ -108,7 +110,7 @@ class Machine:
             device.download_into(address, host, stream)
         return host
 
-    @functools.lru_cache(maxsize=16)  # noqa: B019 - a machine lives as long as its process
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - a machine lives as long as its process
     def program(self, dtype: str, device: int) -> Any:
         """Return kernels that load and store elements of a type."""
         text = _KERNELS.replace("ELEMENT", ELEMENTS[dtype])

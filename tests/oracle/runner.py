@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oracle import arrays, futures  # noqa: F401 - their steps
+from oracle import arrays, files, futures, kernels, pipelines  # noqa: F401 - their steps
 from oracle.machine import Machine
 from oracle.steps import STEPS, Step
 from oracle.world import Hand, World
@@ -91,16 +91,27 @@ class Runner:
         "cpu", "fake" or "cuda:N".
     rooms : collection of str
         The rooms whose steps are drawn; empty: all.
+    but : collection of str
+        Steps that are not drawn.
     """
 
     def __init__(
-        self, device: str, folders: dict[str, Path], rooms: Iterable[str] = (), seed: int = 0
+        self,
+        device: str,
+        folders: dict[str, Path],
+        rooms: Iterable[str] = (),
+        seed: int = 0,
+        but: Iterable[str] = (),
     ) -> None:
         self.device = device
         self.machine = Machine(device, seed)
         self.folders = folders
-        wanted = set(rooms)
-        self.steps = [each for each in STEPS if not wanted or each.room in wanted]
+        wanted, left_out = set(rooms), set(but)
+        self.steps = [
+            each
+            for each in STEPS
+            if (not wanted or each.room in wanted) and each.run.__name__ not in left_out
+        ]
         self._threads = _Threads()
         self._world: World | None = None
         self._since = 0.0

@@ -237,7 +237,7 @@ class World:
         line = draw.choice((512, 512, 4096))
         ways = draw.choice((4, 8))
         sets = draw.choice((1, 2)) * (1 if self.threads == 1 else 2)
-        policy = draw.choice(("clock", "clock", "lru", "fifo"))
+        self.policy = policy = draw.choice(("clock", "clock", "lru", "fifo"))
         self.note(f"cache = fw.Cache({sets * ways * line}, {line}, {ways}, {policy!r})")
         self.cache = fw.Cache(sets * ways * line, line, ways, policy, device=device)
         for number in range(draw.choice((1, 1, 2))):
@@ -339,7 +339,7 @@ class World:
         for each in reversed(self.closing):
             each.close()
         for held in self.arrays:
-            for pipeline in held.pipelines:
+            for pipeline in list(held.pipelines):
                 pipeline.close()
             if held.reader is not None:
                 held.reader.close()
