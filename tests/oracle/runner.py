@@ -18,7 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oracle import arrays, files, futures, kernels, pipelines  # noqa: F401 - their steps
+from oracle import (  # noqa: F401 - their steps
+    arrays,
+    checkpoints,
+    files,
+    futures,
+    kernels,
+    pipelines,
+    sharing,
+    torches,
+)
 from oracle.machine import Machine
 from oracle.steps import STEPS, Step
 from oracle.world import Hand, World
@@ -127,6 +136,8 @@ class Runner:
         while number < world.steps:
             alone = world.threads == 1 or draw.random() < 0.5
             steps = [each for each in self.steps if alone or not each.alone]
+            if not steps:
+                alone, steps = True, self.steps
             weights = [each.weight for each in steps]
             hands = [draw.randrange(world.threads)] if alone else range(world.threads)
             length = draw.randint(1, 8 if alone else 4)

@@ -1,0 +1,202 @@
+"""What torch's users call: tables and their training, operators, loaders and saved states."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from typing import Any
+
+import numpy as np
+
+from oracle.arrays import choose
+from oracle.model import Wrong
+from oracle.steps import step
+from oracle.world import Hand, Held
+
+try:
+    import torch
+
+    import flashwarp.torch as fwt
+except ImportError:
+    torch = None
+
+
+def there_is_torch(hand: Hand) -> bool:
+    """Whether tensors can lie in the memory of the device."""
+    return torch is not None and hand.machine.kind != "fake"
+
+
+def _device(hand: Hand) -> str:
+    return "cuda" if hand.machine.on_gpu else "cpu"
+
+
+def _table(hand: Hand) -> Held | None:
+    held = choose(hand) if there_is_torch(hand) else None
+    fits = held is not None and held.dtype == np.float32 and len(held.row_shape) == 1
+    return held if fits else None
+
+
+@step(4)
+def look_up(hand: Hand) -> None:
+    """Look rows of a table up."""
+    held = _table(hand)
+    if held is None:
+        return
+    rows = hand.ids(held, repeats=True)
+    dim = hand.random.randint(1, held.row_shape[0])
+    hand.say("fwt.Embedding({}, dim={})({})", held, dim, rows)
+    read = held.model.read(rows)
+    table = fwt.Embedding(held.array, dim=dim)
+    ids = torch.from_numpy(rows).to(_device(hand))
+    whole = held.model.now[rows]
+    whole[:, :dim] = table(ids).detach().cpu().numpy()
+    hand.check(held, read, whole)
+
+
+@step(4, alone=True)
+def train(hand: Hand) -> None:
+    """Make a step of training; its numbers are such that no sum is rounded."""
+    held = _table(hand)
+    if held is None:
+        return
+    rows = hand.ids(held, repeats=True)
+    line = hand.say("fwt.SGD(table of {}, lr=1).step()  # of gradients of {}", held, rows)
+    table = fwt.Embedding(held.array)
+    optimizer = fwt.SGD(table, lr=1.0)
+    gradients = hand.values(held, len(rows)) % 64
+    ids = torch.from_numpy(rows).to(_device(hand))
+    (table(ids) * torch.from_numpy(gradients.copy()).to(_device(hand))).sum().backward()
+    optimizer.step()
+    changed = np.unique(rows)
+    total = np.zeros((held.count, *held.row_shape), np.float32)
+    np.add.at(total, rows, gradients)
+    hand.stores(held, line, changed, held.model.now[changed] - total[changed])
+
+
+@step(3)
+def operators(hand: Hand) -> None:
+    """Read or store rows by torch's operators."""
+    held = choose(hand) if there_is_torch(hand) else None
+    if held is None or held.dtype.kind not in "fi" or held.dtype.itemsize not in (4, 8):
+        return
+    rows = hand.ids(held)
+    ids = torch.from_numpy(rows).to(_device(hand))
+    if hand.odds(0.5):
+        hand.say("fwt.gather({}, {})", held, rows)
+        read = held.model.read(rows)
+        hand.check(held, read, fwt.gather(held.array, ids).cpu().numpy())
+        return
+    values = hand.values(held, len(rows))
+    line = hand.say("fwt.scatter({}, {}, values)", held, rows)
+    fwt.scatter(held.array, ids, torch.from_numpy(values.copy()).to(_device(hand)))
+    hand.stores(held, line, rows, values)
+
+
+@step(1, alone=True)
+def loader(hand: Hand) -> None:
+    """Loop over batches, after a look at some that is given up."""
+    held = choose(hand) if there_is_torch(hand) else None
+    if held is None or held.dtype.kind not in "fi" or held.pipelines:
+        return
+    batch = hand.random.randint(1, held.count)
+    seen = hand.random.randint(0, 2)
+    hand.say("loader = fwt.Loader({}, {}); {} batches; list(loader)", held, batch, seen)
+    batches = fwt.Loader(held.array, batch)
+    given_up = iter(batches)
+    for _ in range(min(seen, -(-held.count // batch))):
+        next(given_up)
+    whole = [each.cpu().numpy() for each in batches]
+    del given_up
+    got = np.concatenate(whole).reshape(-1, *held.row_shape)
+    hand.check(held, held.model.read(np.arange(held.count)), got)
+
+
+# States.
+
+
+def _tensor(hand: Hand, number: int) -> Any:
+    rows, columns = hand.random.choice(((3, 2), (64, 32), (1, 1)))
+    base = np.arange(rows * columns, dtype="f4").reshape(rows, columns) + 1000 * number
+    kind = hand.random.choice(("numpy", "fortran", "strided", "torch", "transposed", "conjugated"))
+    if kind == "fortran":
+        return np.asfortranarray(base)
+    if kind == "strided":
+        return np.repeat(base, 2, axis=1)[:, ::2]
+    if kind == "numpy":
+        return base
+    tensor = torch.from_numpy(base.copy()).to(_device(hand))
+    if kind == "transposed":
+        return tensor.t()
+    return torch.complex(tensor, -tensor).t().conj() if kind == "conjugated" else tensor
+
+
+@step(2, alone=True)
+def save_state(hand: Hand) -> None:
+    """Save a dict of arrays, some of which are one, and load it."""
+    if not there_is_torch(hand):
+        return
+    state: dict[str, Any] = {}
+    for number in range(hand.random.randint(1, 6)):
+        again = state and hand.odds(0.2)
+        state[f"w{number}"] = (
+            hand.random.choice(list(state.values())) if again else _tensor(hand, number)
+        )
+    folder = hand.world.folders["memory"] / "states"
+    hand.say("fwt.save({}, folder); fwt.load(folder)", {k: v.shape for k, v in state.items()})
+    try:
+        fwt.save(state, folder, version=0, replace=True)
+        got = fwt.load(folder)
+        hand.world.checks += 1
+        for name, tensor in state.items():
+            right = torch.as_tensor(tensor).resolve_conj().cpu()
+            seen = torch.as_tensor(got[name]).resolve_conj().cpu()
+            if seen.shape != right.shape or not torch.equal(seen, right):
+                raise Wrong(f"{name} was loaded as {seen.flatten()[:4]}, not {right.flatten()[:4]}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@step(1, alone=True)
+def activations(hand: Hand) -> None:
+    """Compute gradients with and without offloading, where a tensor may change in place."""
+    if not there_is_torch(hand):
+        return
+    changes = hand.random.choice((None, "input", "middle"))
+    seed = hand.random.getrandbits(30)
+    hand.say("backward() with fwt.offload_activations(), in-place change: {}", changes)
+
+    def gradient(offload: bool) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        data = torch.rand(64, 64, generator=generator).to(_device(hand))
+        weight = torch.rand(64, 64, generator=generator).to(_device(hand)).requires_grad_()
+        try:
+            if offload:
+                with fwt.offload_activations(hand.world.folders["memory"], device=_device(hand)):
+                    loss = _loss(data, weight, changes)
+                    loss.backward()
+            else:
+                _loss(data, weight, changes).backward()
+        except RuntimeError as error:
+            return type(error)
+        return weight.grad.cpu()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        right, got = gradient(False), gradient(True)
+    hand.world.checks += 1
+    if isinstance(right, type):
+        if isinstance(got, torch.Tensor):
+            raise Wrong("a tensor changed in place before backward, and no error was raised")
+    elif not isinstance(got, torch.Tensor) or not torch.equal(got, right):
+        raise Wrong(f"gradients differ: {got} and {right}")
+
+
+def _loss(data: Any, weight: Any, changes: str | None) -> Any:
+    middle = data @ weight
+    result = (middle * middle).sum() + (data * weight).sum()
+    if changes == "input":
+        data += 1
+    if changes == "middle":
+        with torch.no_grad():
+            middle += 1
+    return result
