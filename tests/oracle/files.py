@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
 import flashwarp as fw
+from flashwarp.errors import FlashwarpError
 from oracle.arrays import choose
+from oracle.model import Wrong
 from oracle.steps import step
 from oracle.world import Hand, Held
 
@@ -51,9 +55,38 @@ def load(hand: Hand) -> None:
     held = _flushed(hand)
     if held is None:
         return
-    device = hand.machine.devices[hand.world.device]
-    empty = np.zeros(held.model.now.shape, held.dtype)
-    target = hand.machine.place(empty, "flashwarp") if hand.machine.on_gpu else empty
+    target: object = np.zeros(held.model.now.shape, held.dtype)
+    if "torch" in hand.machine.libraries(held.dtype) and hand.odds(0.7):
+        target = hand.machine.place(target, "torch")
     hand.say("fw.load({}.npy, into=array)", held)
-    fw.load(held.path, device, into={held.path.stem: target}, staging="8 MiB")
+    fw.load(held.path, into={held.path.stem: target}, staging="8 MiB")
     hand.check(held, held.model.read(np.arange(held.count)), hand.machine.fetch(target))
+
+
+@step(1, alone=True)
+def load_two_into_one(hand: Hand) -> None:
+    """Load two entries into arrays that share memory: refused, unless they are equal."""
+    path = hand.world.folders["memory"] / "two.safetensors"
+    first = np.arange(64, dtype="f4")
+    second = first if hand.odds(0.3) else first + 1
+    header = {
+        name: {"dtype": "F32", "shape": [64], "data_offsets": [256 * k, 256 * (k + 1)]}
+        for k, name in enumerate(("a", "b"))
+    }
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + first.tobytes() + second.tobytes())
+    memory = np.zeros(96, "f4")
+    apart = hand.odds(0.3)
+    into = {"a": memory[:64], "b": np.zeros(64, "f4") if apart else memory[32:]}
+    if not apart and second is first:
+        into["b"] = memory[:64]
+    hand.say("fw.load(two, into=arrays)  # apart: {}, equal: {}", apart, second is first)
+    hand.world.checks += 1
+    try:
+        fw.load(path, into=into)
+    except FlashwarpError:
+        if apart:
+            raise
+        return
+    if not np.array_equal(into["a"], first) or not np.array_equal(into["b"], second):
+        raise Wrong("two entries were loaded into one memory, and one has lost")

@@ -33,6 +33,7 @@ FW_KERNEL store(fw::array<element> x, const uint64_t* at, const element* from, u
   }
 }
 """
+_OF_TORCH = [np.dtype(each) for each in ("u1", "i2", "i4", "i8", "f4", "f8")]
 ELEMENTS = {"u1": "uint8_t", "i4": "int32_t", "f4": "float", "i8": "int64_t", "f8": "double"}
 
 
@@ -91,7 +92,7 @@ class Machine:
         """Name what operands on the device may be of."""
         if not self.on_gpu:
             return []
-        return ["flashwarp", "torch"] if self.torch and dtype.kind in "if" else ["flashwarp"]
+        return ["flashwarp", "torch"] if self.torch and dtype in _OF_TORCH else ["flashwarp"]
 
     def fetch(self, array: Any, stream: Any = None) -> npt.NDArray[Any]:
         """Copy an array of the device to the host, behind what is queued on a stream."""

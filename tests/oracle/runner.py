@@ -27,6 +27,7 @@ from oracle import (  # noqa: F401 - their steps
     pipelines,
     sharing,
     torches,
+    whole_files,
 )
 from oracle.machine import Machine
 from oracle.steps import STEPS, Step

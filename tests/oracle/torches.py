@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import shutil
 import warnings
 from typing import Any
@@ -13,17 +15,25 @@ from oracle.model import Wrong
 from oracle.steps import step
 from oracle.world import Hand, Held
 
-try:
-    import torch
+torch: Any = None
+fwt: Any = None
 
-    import flashwarp.torch as fwt
-except ImportError:
-    torch = None
+
+@functools.cache
+def _import() -> bool:
+    global torch, fwt
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        print("oracle: no torch, so no programs of tables, loaders and states", flush=True)
+        return False
+    fwt = importlib.import_module("flashwarp.torch")
+    return True
 
 
 def there_is_torch(hand: Hand) -> bool:
     """Whether tensors can lie in the memory of the device."""
-    return torch is not None and hand.machine.kind != "fake"
+    return hand.machine.kind != "fake" and _import()
 
 
 def _device(hand: Hand) -> str:
