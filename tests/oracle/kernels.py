@@ -51,12 +51,10 @@ def load_by_kernel(hand: Hand) -> None:
     _program(hand, held)["load"](held.array, at, out, at.size, stream=stream)
     known = hand.known(held)
     among = None if known is None else known[rows]
-
-    def loaded() -> Any:
-        held.array.synchronize(stream)
-        return hand.machine.fetch(out, stream)
-
-    hand.pending.append(Pending(held, loaded, read, line, out=(at, out), among=among))
+    fetch = hand.machine.fetch
+    hand.pending.append(
+        Pending(held, lambda: fetch(out, stream), read, line, out=(at, out), among=among)
+    )
     if hand.odds(0.5):
         hand.settle(hand.pending[-1])
 

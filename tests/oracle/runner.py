@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ from oracle.world import Hand, World
 
 HANG_S = 60.0
 """A program that takes longer hangs."""
+
+SHRINK_S = 30.0
+"""How long a program that fails is shrunk."""
 
 TRIES = 4
 """How often a program with fewer steps runs before it counts as right: streams are late by luck."""
@@ -109,14 +112,16 @@ class Runner:
         self,
         device: str,
         folders: dict[str, Path],
-        rooms: Iterable[str] = (),
+        rooms: Collection[str] = (),
         seed: int = 0,
-        but: Iterable[str] = (),
+        but: Collection[str] = (),
     ) -> None:
         self.device = device
         self.machine = Machine(device, seed)
         self.folders = folders
         wanted, left_out = set(rooms), set(but)
+        chosen = {"--rooms": ",".join(rooms), "--but": ",".join(but)}
+        self._options = "".join(f" {key} {value}" for key, value in chosen.items() if value)
         self.steps = [
             each
             for each in STEPS
@@ -189,16 +194,16 @@ class Runner:
         """Shrink a program that fails, and write it for people."""
         world: World = error.world
         wanted = {each.number for phase in self.plan(world) for each in phase}
-        most, tries = 0, 0
+        most = 0
         size = len(wanted) // 2
-        deadline = time.monotonic() + HANG_S
+        deadline = time.monotonic() + SHRINK_S
         while size and time.monotonic() < deadline:
             steps = sorted(wanted)
             for at in range(0, len(steps), size):
                 fewer = wanted - set(steps[at : at + size])
-                failed = self._fails(seed, fewer, most)
-                tries += 1
-                if failed is not None and fewer != wanted:
+                late = fewer == wanted or time.monotonic() > deadline
+                failed = None if late else self._fails(seed, fewer, most)
+                if failed is not None:
                     wanted, error = fewer, failed
             size //= 2
         for fewer_rows in (1, 2, 4):
@@ -214,7 +219,7 @@ class Runner:
         print(f"  -> {_said(error)}", file=text)
         rows = f" --most {most}" if most else ""
         print(
-            f"replay: PYTHONPATH=tests python -m oracle --device {self.device} "
+            f"replay: PYTHONPATH=tests python -m oracle --device {self.device}{self._options} "
             f"--replay {seed} --steps {chosen}{rows}",
             file=text,
         )
@@ -280,9 +285,12 @@ def run_programs(
             world = runner.run(seed)
         except Exception as error:
             world = error.world
-            text = runner.explain(seed, error) if shrink else f"WRONG: program {seed}: {error!r}"
-            outcome.failures.append(text)
+            text = f"WRONG: program {seed}: {error!r}"
             print(text, flush=True)
+            if shrink:
+                text = runner.explain(seed, error)
+                print(text, flush=True)
+            outcome.failures.append(text)
         outcome.programs += 1
         outcome.calls += world.calls
         outcome.checks += world.checks

@@ -31,6 +31,8 @@ KINDS: list[tuple[Any, tuple[int, ...]]] = [
     ("i8", ()),
     ("f8", (3, 5)),
     ("i2", (64,)),
+    ("?", (41,)),
+    ("i2", (5, 70)),
     (RECORD, ()),
     ("u1", (1,)),
 ]
@@ -49,6 +51,8 @@ def _pool(dtype: np.dtype[Any]) -> Values:
         for name in dtype.names:
             pool[name] = generator.integers(0, 1 << 16, _POOL).astype(dtype[name])
         return pool
+    if dtype.kind == "b":
+        return generator.integers(0, 2, _POOL) == 1
     return generator.integers(0, 256, _POOL * dtype.itemsize, dtype=np.uint8).view(dtype)
 
 
@@ -189,7 +193,10 @@ class Hand:
         """Check what was read of rows."""
         self.world.checks += 1
         known = self.known(held)
-        rows = np.asarray(got).reshape(read.right.shape)
+        rows = np.asarray(got)
+        if rows.size != read.right.size:
+            raise Wrong(f"{rows.shape} was read of {held.name}, not {read.right.shape}")
+        rows = rows.reshape(read.right.shape)
         read.check(rows, None if known is None else known[read.rows])
 
     def settle(self, pending: Pending, stream: Any = None) -> None:

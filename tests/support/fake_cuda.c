@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -579,11 +580,11 @@ static uint64_t now_ns(void) {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
-// Half of all work is not late.
+// Three quarters of all work are not late.
 static uint64_t begins_at(void) {
   if (delay_ns == 0) return 0;
   delay_state = delay_state * 6364136223846793005ull + 1442695040888963407ull;
-  if ((delay_state >> 63) == 0) return 0;
+  if ((delay_state >> 62) != 0) return 0;
   return now_ns() + (delay_state >> 33) % delay_ns;
 }
 // Whether a stream has work left of what was queued before `end`.
@@ -631,7 +632,8 @@ static void do_work(struct work* work) {
   run_kernel(work);
   pthread_mutex_lock(&works_lock);
 }
-// Returns whether there is work left.
+// Returns whether there is work left. Kernels run in threads of their own: a caller may hold what a
+// kernel waits for, such as the interpreter.
 static int do_works(int kernels) {
   pthread_mutex_lock(&works_lock);
   while (work_first < work_count && work_at(work_first)->stream == NULL) ++work_first;
@@ -653,7 +655,7 @@ static void queue_work(struct work work) {
   pthread_mutex_lock(&works_lock);
   while (work_count - work_first == kWorkMax) {
     pthread_mutex_unlock(&works_lock);
-    do_works(1);
+    do_works(0);
     pthread_mutex_lock(&works_lock);
   }
   work.not_before = begins_at();
@@ -662,6 +664,7 @@ static void queue_work(struct work work) {
   do_works(0);
 }
 static void* go_on(void* unused) {
+  prctl(PR_SET_TIMERSLACK, 1000);
   for (;; usleep(20)) do_works(1);
   return unused;
 }
@@ -674,7 +677,7 @@ int fake_run_streams(void) {
 static void end_all_works(void) {
   if (!runs_kernels) return;
   const uint64_t end = work_count;
-  while (do_works(1) && work_first < end) usleep(20);
+  while (do_works(0) && work_first < end) usleep(20);
 }
 CUresult cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void* stream) {
   ENTER_CONTEXT;
@@ -712,7 +715,7 @@ CUresult cuStreamWriteValue64(void* stream, uint64_t address, uint64_t value, un
 // Copies of pageable memory and fills come behind the work of their stream.
 static void end_works(const void* stream) {
   for (int tries = 0; tries < 1000000; ++tries) {
-    do_works(1);
+    do_works(0);
     pthread_mutex_lock(&works_lock);
     const int late = is_late(stream, work_count);
     pthread_mutex_unlock(&works_lock);
@@ -889,7 +892,7 @@ CUresult cuStreamWaitValue32(void* stream, uint64_t address, uint32_t value, uns
 CUresult cuStreamQuery(void* stream) {
   ENTER_CONTEXT;
   if (is_captured(stream)) capture.status = kCaptureInvalidated;
-  do_works(1);
+  do_works(0);
   if (is_late(stream, work_count)) return kNotReady;
   return is_busy(stream) ? kNotReady : check_stream(stream);
 }
@@ -962,7 +965,7 @@ CUresult cuEventQuery(struct event* event) {
   ENTER_CONTEXT;
   if (!is_event(event)) return kInvalidValue;
   if (event->capture != 0) return 907;  // CAPTURED_EVENT
-  do_works(1);
+  do_works(0);
   if (is_late(event->stream, event->work_end)) return kNotReady;
   return is_busy(event->stream) ? kNotReady : kSuccess;
 }
