@@ -54,17 +54,17 @@ def main() -> int:
 def _with_driver(given: argparse.Namespace) -> int:
     if given.child is None and given.replay is None:
         return _parent(given)
-    if given.device == "fake":
-        from oracle.machine import use_fake
-
-        use_fake(os.environ["FAKE_CUDA"])
     from oracle import mutants
-    from oracle.machine import folders
+
+    mutants.take_out(given.mutant)  # before anything imports the library
+    from oracle.machine import folders, use_fake
     from oracle.runner import Runner, main_of_child
 
+    if given.device == "fake":
+        use_fake(os.environ["FAKE_CUDA"])
     rooms = [each for each in given.rooms.split(",") if each]
     but = given.but.split(",")
-    with folders() as places, mutants.without(given.mutant):
+    with folders() as places:
         seed = given.seed if given.replay is None else given.replay
         runner = Runner(given.device, places, rooms, seed, but)
         if given.replay is not None:

@@ -18,17 +18,16 @@ def _flushed(hand: Hand) -> Held | None:
     held = choose(hand)
     if held is None or held.path is None:
         return None
-    if held.stale or hand.odds(0.3):
+    if held.dirty or hand.odds(0.3):
         hand.say("{}.flush()", held)
         held.array.flush()
-        held.stale = False
+        held.dirty = False
     return held
 
 
 @step(2, alone=True)
 def read_beside_the_writer(hand: Hand) -> None:
     """Open the file of an array for reading once it is flushed, or look at it again."""
-    was_stale = {each.name: each.stale for each in hand.arrays()}
     held = _flushed(hand)
     if held is None:
         return
@@ -37,9 +36,10 @@ def read_beside_the_writer(hand: Hand) -> None:
         hand.say("r = fw.open({}, 'r', cache='64 KiB', lock=False)", held)
         options = {"device": device, "cache": "64 KiB", "line": 512, "lock": False}
         held.reader = fw.open(held.path, "r", **options)
-    elif was_stale[held.name] or hand.odds(0.3):
+    elif held.reader_is_old or hand.odds(0.3):
         hand.say("r.refresh()  # of {}", held)
         held.reader.refresh()
+    held.reader_is_old = False
     rows = hand.ids(held, repeats=True)
     hand.say("r.gather({})  # of {}", rows, held)
     hand.check(held, held.model.read(rows), np.asarray(held.reader.gather(rows)))

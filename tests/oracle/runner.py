@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import io
+import logging
 import os
 import queue
 import random
@@ -32,6 +33,10 @@ from oracle import (  # noqa: F401 - their steps
 from oracle.machine import Machine
 from oracle.steps import STEPS, Step
 from oracle.world import Hand, World
+
+ROOMS = sorted({each.room for each in STEPS})
+ALWAYS = ("arrays", "futures")
+"""Rooms of all programs; a program has a few of the others."""
 
 HANG_S = 60.0
 """A program that takes longer hangs."""
@@ -137,13 +142,15 @@ class Runner:
     def plan(self, world: World) -> list[list[Planned]]:
         """Draw the steps of a program in phases. Threads wait for each other between them."""
         draw = random.Random(f"{world.seed}/plan")
+        rooms = {each for each in ROOMS if each in ALWAYS or draw.random() < 0.3}
+        drawn = [each for each in self.steps if each.room in rooms] or self.steps
         phases: list[list[Planned]] = []
         number = 0
         while number < world.steps:
             alone = world.threads == 1 or draw.random() < 0.5
-            steps = [each for each in self.steps if alone or not each.alone]
+            steps = [each for each in drawn if alone or not each.alone]
             if not steps:
-                alone, steps = True, self.steps
+                alone, steps = True, drawn
             weights = [each.weight for each in steps]
             hands = [draw.randrange(world.threads)] if alone else range(world.threads)
             length = draw.randint(1, 8 if alone else 4)
@@ -303,6 +310,7 @@ def run_programs(
 
 def main_of_child(runner: Runner, **budget: Any) -> int:
     """Run programs in a process of its own; the last line says what they have come to."""
+    logging.disable(logging.WARNING)  # which programs cause on purpose
     outcome = run_programs(runner, **budget)
     print(
         f"DONE {outcome.programs} {outcome.calls} {outcome.checks} {outcome.last} "

@@ -70,10 +70,10 @@ class Held:
     path: Path | None = None  # of a .npy file
     array: Any = None
     pipelines: list[Any] = field(default_factory=list)
+    dirty: bool = False  # whether rows were stored since the last flush by `files`
     reader: Any = None  # another array of its file, and whether it may be old
-    stale: bool = False
+    reader_is_old: bool = False
     holder: Any = None  # the hand whose pipeline has it alone
-    ordered: bool = True
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -187,7 +187,7 @@ class Hand:
     def stores(self, held: Held, line: int, rows: Ids, values: Values) -> None:
         """Note that rows have values from now on."""
         held.model.store(f"line {line}", rows, values)
-        held.stale = True
+        held.dirty = held.reader_is_old = True
 
     def check(self, held: Held, read: Read, got: Any) -> None:
         """Check what was read of rows."""
