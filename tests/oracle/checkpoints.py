@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +101,16 @@ def _protect(hand: Hand, saved: Saved, name: str) -> None:
     saved.regions[name] = Region(array, content)
     hand.say(f"c.protect({name!r}, array)  # {dtype}[{len(content)}], on device: {on_device}")
     saved.writer.protect(name, array)
+
+
+def _dtype(text: str) -> np.dtype[Any]:
+    """Read the dtype of a region; of a record, its fields as JSON."""
+    if not text.startswith("["):
+        return np.dtype(text)
+    return np.lib.format.descr_to_dtype(
+        [tuple(tuple(each) if isinstance(each, list) else each for each in field)
+         for field in json.loads(text)]
+    )  # fmt: skip
 
 
 def _same(hand: Hand, what: str, got: dict[str, Any], want: dict[str, npt.NDArray[Any]]) -> None:
@@ -235,7 +246,7 @@ def look_at_versions(hand: Hand) -> None:
     for version, want in saved.versions.items():
         for region in saved.writer.regions(version):
             content = want[region.name]
-            if (region.dtype, tuple(region.shape)) != (content.dtype, content.shape):
+            if (_dtype(region.dtype), tuple(region.shape)) != (content.dtype, content.shape):
                 raise Wrong(f"version {version}: {region}, not {content.dtype}{content.shape}")
 
 

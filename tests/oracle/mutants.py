@@ -44,7 +44,58 @@ class Mutant:
     programs: int
 
 
-MUTANTS: list[Mutant] = []
+MUTANTS = [
+    Mutant(
+        "addresses of tensors that are gone",
+        "flashwarp.interop.torch.states",
+        "self.tensors[self._known[key]] = given",
+        "self.tensors[self._known[key]] = given.contiguous()",
+        "cpu",
+        "torches",
+        1,
+        20,
+    ),
+    Mutant(
+        "two entries for one memory",
+        "flashwarp.loading.into",
+        "_check_same(last, each)",
+        "pass",
+        "cpu",
+        "files",
+        1,
+        10,
+    ),
+    Mutant(
+        "versions of saved tensors",
+        "flashwarp.interop.torch.activations",
+        "        saved.check()\n",
+        "",
+        "cpu",
+        "torches",
+        1,
+        20,
+    ),
+    Mutant(
+        "iterations that begin anew",
+        "flashwarp.interop.torch.loader",
+        "this.handed_out = each + 1",
+        "this.handed_out = self._state[1] = each + 1",
+        "cpu",
+        "torches",
+        1,
+        20,
+    ),
+    Mutant(
+        "states that lack tables",
+        "flashwarp.interop.torch.offloading.weight",
+        "if not self.left_out:",
+        "if self.closed:",
+        "cpu",
+        "torches",
+        1,
+        30,
+    ),
+]
 
 
 def named(name: str) -> Mutant:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import json
 import shutil
 import warnings
 from typing import Any
 
 import numpy as np
 
+import flashwarp as fw
+from flashwarp.errors import FlashwarpError
 from oracle.arrays import choose
 from oracle.model import Wrong
 from oracle.steps import step
@@ -17,6 +21,8 @@ from oracle.world import Hand, Held
 
 torch: Any = None
 fwt: Any = None
+fwp: Any = None
+NodeLoader: Any = None
 
 
 @functools.cache
@@ -210,3 +216,78 @@ def _loss(data: Any, weight: Any, changes: str | None) -> Any:
         with torch.no_grad():
             middle += 1
     return result
+
+
+@step(0.5, alone=True)
+def save_an_offloaded_model(hand: Hand) -> None:
+    """Ask a model for its state whose table was offloaded: it has the table, or refuses."""
+    if not there_is_torch(hand):
+        return
+    hand.say("with fwt.offload(model, 'table', file): model.state_dict()")
+    path = hand.world.folders["memory"] / "model.safetensors"
+    table = np.arange(800, dtype="f4").reshape(100, 8)
+    place = {"dtype": "F32", "shape": [100, 8], "data_offsets": [0, table.nbytes]}
+    text = json.dumps({"table.weight": place}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + table.tobytes())
+    model = torch.nn.ModuleDict({"table": torch.nn.Embedding(100, 8)}).eval().to(_device(hand))
+    hand.world.checks += 1
+    with fwt.offload(model, "table", path, ram="4 MiB", gpu="4 MiB"):
+        ids = torch.tensor([7, 99], device=_device(hand))
+        if not np.array_equal(model["table"](ids).cpu().numpy(), table[[7, 99]]):
+            raise Wrong("an offloaded table gives other rows")
+        try:
+            state = model.state_dict()
+        except FlashwarpError:
+            return
+        if "table.weight" not in state:
+            raise Wrong("the state of an offloaded model lacks its table without a word")
+
+
+@step(0.3, alone=True)
+def types_of_nodes(hand: Hand) -> None:
+    """Give seeds of one type of nodes to a loader of PyG, beside features of two types."""
+    if not there_is_torch(hand) or hand.machine.on_gpu or not _import_pyg():
+        return
+    hand.say("NodeLoader((features of papers and authors, graph), input_nodes=('paper', ids))")
+    folder = hand.world.folders["memory"]
+    count = 60
+    stored = {
+        "paper": np.arange(count, dtype="f4")[:, None],
+        "author": 1000 + np.arange(count, dtype="f4")[:, None],
+        "offsets": np.arange(count + 1),
+        "neighbours": (np.arange(count) + 1) % count,
+    }
+    with contextlib.ExitStack() as opened:
+        arrays = {}
+        for name, content in stored.items():
+            np.save(folder / f"{name}.npy", content)
+            array = fw.open(folder / f"{name}.npy", device="cpu")
+            arrays[name] = opened.enter_context(array)
+        lists = arrays["offsets"], arrays["neighbours"]
+        kinds = ("paper", "author")
+        hand.world.checks += 1
+        try:
+            features = fwp.FeatureStore({(kind, "x"): arrays[kind] for kind in kinds})
+            graph = fwp.GraphStore({("paper", "cites", "paper"): lists})
+            sampler = fwp.NeighborSampler(lists, (2,))
+            loader = NodeLoader(
+                (features, graph), sampler, input_nodes=("paper", torch.arange(4)), batch_size=4
+            )
+            batch = next(iter(loader))
+        except (FlashwarpError, ValueError, KeyError):
+            return
+        found = batch["paper"].x if hasattr(batch, "node_types") else batch.x
+        if found[:4].flatten().tolist() != [0.0, 1.0, 2.0, 3.0]:
+            raise Wrong(f"papers 0 to 3 have the features {found[:4].flatten().tolist()}")
+
+
+@functools.cache
+def _import_pyg() -> bool:
+    global fwp, NodeLoader
+    try:
+        NodeLoader = importlib.import_module("torch_geometric.loader").NodeLoader
+    except ImportError:
+        print("oracle: no torch_geometric, so no programs of its loaders", flush=True)
+        return False
+    fwp = importlib.import_module("flashwarp.pyg")
+    return True
