@@ -46,7 +46,7 @@ def main() -> int:
         from support import fake_cuda
 
         with tempfile.TemporaryDirectory(prefix="oracle-fake-") as folder:
-            os.environ.update(fake_cuda.build(Path(folder)))
+            os.environ["FAKE_CUDA"] = fake_cuda.build(Path(folder))["FAKE_CUDA"]
             return _with_driver(given)
     return _with_driver(given)
 

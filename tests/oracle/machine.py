@@ -111,6 +111,21 @@ class Machine:
             device.download_into(address, host, stream)
         return host
 
+    def make_late(self, stream: Any) -> None:
+        """Let a stream of a GPU do nothing for some 100 us; the other devices' are late by luck."""
+        if self.torch is None or stream is None:
+            return
+        if not hasattr(stream, "cuda_stream"):
+            stream = self.torch.cuda.ExternalStream(stream.handle)
+        with self.torch.cuda.stream(stream):
+            self.torch.cuda._sleep(200_000)
+
+    def on_a_stream(self, number: int) -> Any:
+        """Make one of torch's streams the current one, for calls that are given none."""
+        if self.torch is None or number % 3:
+            return contextlib.nullcontext()
+        return self.torch.cuda.stream(self.streams[-1 - number % 2])
+
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a machine lives as long as its process
     def program(self, dtype: str, device: int) -> Any:
         """Return kernels that load and store elements of a type."""

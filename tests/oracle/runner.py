@@ -254,7 +254,8 @@ class Runner:
 def _do(hand: Hand, steps: list[Planned]) -> None:
     for each in steps:
         hand.random.seed(f"{hand.world.seed}/{each.number}")
-        each.step.run(hand)
+        with hand.machine.on_a_stream(each.number):
+            each.step.run(hand)
 
 
 def _said(error: BaseException) -> str:

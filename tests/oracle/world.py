@@ -172,8 +172,11 @@ class Hand:
         return pool[start : start + width].reshape(count, *held.row_shape)
 
     def stream(self) -> Any:
-        """Choose a stream, or None."""
-        return self.random.choice(self.machine.streams)
+        """Choose a stream, or None; it may be late."""
+        stream = self.random.choice(self.machine.streams)
+        if self.odds(0.4):
+            self.machine.make_late(stream)
+        return stream
 
     # What it does.
 
