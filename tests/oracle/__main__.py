@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,9 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+_PROGRESS = "progress"
+"""The file in which a process says which program it runs."""
 
 _STRIDE = 10_000_000
 """Between the seeds of two processes."""
@@ -40,7 +44,7 @@ def main() -> int:
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--steps", help="of a replay: their numbers")
     parser.add_argument("--most", type=int, default=0, help="of a replay: rows of a call")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.device == "fake" and "FAKE_CUDA" not in os.environ:
         from support import fake_cuda
@@ -57,29 +61,30 @@ def _with_driver(given: argparse.Namespace) -> int:
     from oracle import mutants
 
     mutants.take_out(given.mutant)  # before anything imports the library
-    from oracle.machine import folders, use_fake
+    from oracle.folders import folders
+    from oracle.machine import use_fake
     from oracle.runner import Runner, main_of_child
 
     if given.device == "fake":
         use_fake(os.environ["FAKE_CUDA"])
     rooms = [each for each in given.rooms.split(",") if each]
     but = given.but.split(",")
-    with folders() as places:
-        seed = given.seed if given.replay is None else given.replay
-        runner = Runner(given.device, places, rooms, seed, but)
-        if given.replay is not None:
+    runner = Runner(given.device, rooms, but)
+    if given.replay is not None:
+        with folders() as runner.folders:
             return _replay(runner, given)
-        progress = os.open(given.child, os.O_WRONLY | os.O_CREAT)
-        return main_of_child(
-            runner,
-            first=given.seed,
-            calls=given.calls,
-            seconds=given.seconds,
-            programs=given.programs,
-            failures_max=given.failures,
-            shrink=not given.no_shrink,
-            note=lambda seed: os.pwrite(progress, f"{seed:020}".encode(), 0),
-        )
+    runner.folders = dict(zip(("memory", "disk"), given.child, strict=True))
+    progress = os.open(given.child[0] / _PROGRESS, os.O_WRONLY | os.O_CREAT)
+    return main_of_child(
+        runner,
+        first=given.seed,
+        calls=given.calls,
+        seconds=given.seconds,
+        programs=given.programs,
+        failures_max=given.failures,
+        shrink=not given.no_shrink,
+        note=lambda seed: os.pwrite(progress, f"{seed:020}".encode(), 0),
+    )
 
 
 def _replay(runner: Any, given: argparse.Namespace) -> int:
@@ -100,11 +105,13 @@ def _replay(runner: Any, given: argparse.Namespace) -> int:
 
 
 def _parent(given: argparse.Namespace) -> int:
+    from oracle.folders import folders
+
     start = time.monotonic()
     totals = dict.fromkeys(("programs", "calls", "checks", "wrong", "hangs", "crashes"), 0)
     lasts: list[str] = []
     lock = threading.Lock()
-    with tempfile.TemporaryDirectory(prefix="oracle-progress-") as folder:
+    with folders() as places:
 
         def supervise(number: int) -> None:
             seed = first = given.seed + number * _STRIDE
@@ -114,8 +121,13 @@ def _parent(given: argparse.Namespace) -> int:
                 left = given.seconds - (time.monotonic() - start)
                 if left <= 0 or calls <= 0:
                     break
-                progress = Path(folder) / str(number)
-                code, done = _run_child(given, number, seed, calls, left, progress)
+                own = [place / str(number) for place in places.values()]
+                for place in own:
+                    place.mkdir()
+                code, done = _run_child(given, number, seed, calls, left, own)
+                seed = _read(own[0] / _PROGRESS, seed)
+                for place in own:
+                    shutil.rmtree(place)
                 with lock:
                     for key, count in zip(totals, done, strict=False):
                         totals[key] += count
@@ -123,9 +135,9 @@ def _parent(given: argparse.Namespace) -> int:
                         totals["hangs"] += 1
                     elif code != 0:
                         totals["crashes"] += 1
-                        print(f"CRASH: program {_read(progress, seed)}: status {code}", flush=True)
+                        print(f"CRASH: program {seed}: status {code}", flush=True)
                 calls -= done[1]
-                seed = _read(progress, seed) + 1
+                seed += 1
                 if code == 0:
                     break
                 failures += 1
@@ -149,7 +161,7 @@ def _parent(given: argparse.Namespace) -> int:
 
 
 def _run_child(
-    given: argparse.Namespace, number: int, seed: int, calls: int, seconds: float, progress: Path
+    given: argparse.Namespace, number: int, seed: int, calls: int, seconds: float, own: list[Path]
 ) -> tuple[int, list[int]]:
     """Run a process; returns its status, and its programs, calls, checks and failures."""
     options = {
@@ -162,10 +174,10 @@ def _run_child(
         "--rooms": given.rooms,
         "--but": given.but,
         "--mutant": given.mutant,
-        "--child": progress,
     }
     command = [sys.executable, "-X", "faulthandler", "-m", "oracle"]
     command += [str(part) for pair in options.items() for part in pair]
+    command += ["--child", *map(str, own)]
     if given.no_shrink:
         command.append("--no-shrink")
     tests = str(Path(__file__).parents[1])

@@ -7,17 +7,13 @@ import functools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import flashwarp as fw
-
-DISK = Path("/var/tmp")
-"""A file system with O_DIRECT, as most are."""
+from oracle.folders import DISK
 
 _KERNELS = """
 #include "flashwarp/array.cuh"
@@ -147,18 +143,6 @@ def takes_direct_io() -> bool:
         except OSError:
             return False
     return True
-
-
-@contextlib.contextmanager
-def folders() -> Iterator[dict[str, Path]]:
-    """Make folders for files: in memory, where a flush is quick, and on a disk."""
-    shared = Path("/dev/shm")
-    memory = shared if os.access(shared, os.W_OK) else None
-    with (
-        tempfile.TemporaryDirectory(prefix="oracle-", dir=memory) as quick,
-        tempfile.TemporaryDirectory(prefix="oracle-", dir=DISK) as slow,
-    ):
-        yield {"memory": Path(quick), "disk": Path(slow)}
 
 
 def use_fake(library: str) -> None:

@@ -111,19 +111,22 @@ class Runner:
         The rooms whose steps are drawn; empty: all.
     but : collection of str
         Steps that are not drawn.
+
+    Attributes
+    ----------
+    folders : dict
+        Where files lie, see `folders.folders`; set before programs run.
     """
 
     def __init__(
         self,
         device: str,
-        folders: dict[str, Path],
         rooms: Collection[str] = (),
-        seed: int = 0,
         but: Collection[str] = (),
     ) -> None:
         self.device = device
-        self.machine = Machine(device, seed)
-        self.folders = folders
+        self.machine = Machine(device)
+        self.folders: dict[str, Path] = {}
         wanted, left_out = set(rooms), set(but)
         chosen = {"--rooms": ",".join(rooms), "--but": ",".join(but)}
         self._options = "".join(f" {key} {value}" for key, value in chosen.items() if value)
