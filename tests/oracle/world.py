@@ -231,7 +231,7 @@ class World:
         self.calls = self.checks = 0
         draw = self.random = random.Random(f"{seed}/world")
         self.threads = draw.choice((1, 1, 1, 2, 3, 4))
-        self.steps = draw.choice((40, 100, 300))
+        self.steps = draw.choice((50, 150, 400, 800))
         self.most = most or draw.choice((4, 24, 24, 1000))
         self.device = draw.randrange(len(machine.devices))
         self._rows: dict[tuple[int, int | None, int], Ids] = {}
@@ -349,6 +349,8 @@ class World:
         for each in reversed(self.closing):
             each.close()
         for held in self.arrays:
+            if self.random.random() < 0.3:
+                held.array.close()  # with what stands on it
             for pipeline in list(held.pipelines):
                 pipeline.close()
             if held.reader is not None:

@@ -825,6 +825,15 @@ static int is_captured(const void* stream) {
   return capture.status == kCaptureActive &&
          (capture.stream == (intptr_t)stream || fork_of(stream) >= 0);
 }
+CUresult cuStreamGetId(void* stream, unsigned long long* id) {
+  ENTER_CONTEXT;
+  if (is_captured(stream)) {
+    capture.status = kCaptureInvalidated;
+    return 900;  // STREAM_CAPTURE_UNSUPPORTED
+  }
+  *id = (unsigned long long)(intptr_t)stream;  // no handle comes again
+  return check_stream(stream);
+}
 CUresult cuStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** graph,
                                 void*** dependencies, size_t* count) {
   ENTER_CONTEXT;
@@ -1135,6 +1144,7 @@ static const struct {
     CALL(cuMemsetD8Async),
     CALL(cuStreamCreate),
     CALL(cuStreamDestroy),
+    CALL(cuStreamGetId),
     CALL(cuStreamQuery),
     CALL(cuStreamWaitEvent),
     CALL(cuStreamWaitValue32),
