@@ -75,3 +75,28 @@ def settle(hand: Hand) -> None:
     else:
         results: list[Any] = []
         future.add_done_callback(lambda each: results.append(each.exception()))
+
+
+@step(2)
+def unordered(hand: Hand) -> None:
+    """Start a call that need not keep the order, when those before it are over."""
+    held = choose(hand)
+    if held is None:
+        return
+    hand.say("{}.flush()", held)
+    held.array.flush()
+    stream = hand.stream()
+    if hand.odds(0.5):
+        rows = hand.ids(held)
+        values = hand.values(held, len(rows))
+        line = hand.say("{}.scatter_async({}, values, ordered=False).result()", held, rows)
+        held.array.scatter_async(rows, values, stream, ordered=False).result()
+        hand.stores(held, line, rows, values)
+        return
+    rows = hand.ids(held, repeats=True)
+    line = hand.say("f = {}.gather_async({}, ordered=False)", held, rows)
+    read = held.model.read_loosely(rows)
+    future = held.array.gather_async(rows, None, stream, ordered=False)
+    known = hand.known(held)
+    among = None if known is None else known[rows]
+    hand.pending.append(Pending(held, future.result, read, line, future, (rows,), among))
