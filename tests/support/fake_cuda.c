@@ -1,25 +1,32 @@
 // A libcuda.so.1 without a GPU: memory is the host's, streams are done at once, kernels only
 // report.
 //
+// With `fake_run_kernels`, modules are shared libraries for the CPU device, and launches run their
+// kernels, as late as `fake_delay` says. Then streams do all their work in order, and each is apart
+// from the others, as on a GPU.
+//
 // It exists to check how we call the driver: arguments, packing, and what each failure becomes. Any
 // call can be told to fail (fake_fail), streams to stay busy (fake_busy), and every call is
 // counted. Copies on a stream that waits for a word, or for another stream, are made once it goes
 // on.
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 typedef int CUresult;
 enum { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500, kNotReady = 600 };
 enum {
   kCallsMax = 128,
-  kFunctionsMax = 64,
+  kFunctionsMax = 1024,
   kWaitsMax = 4096,
   kMemoriesMax = 1024,
   kWorkMax = 65536,
@@ -36,6 +43,8 @@ static int busy;
 static _Thread_local int context_depth;
 static _Atomic int live_allocations;
 static CUresult fault;
+
+static void end_all_works(void);
 
 static pthread_mutex_t calls_lock = PTHREAD_MUTEX_INITIALIZER;
 static int call_index(const char* name) {
@@ -325,6 +334,7 @@ CUresult cuMemAlloc(uint64_t* address, size_t nbytes) {
 }
 CUresult cuMemFree(uint64_t address) {
   ENTER_CONTEXT;
+  end_all_works();
   note_memory(address, 0, 0);
   free((void*)address);
   --live_allocations;
@@ -438,6 +448,7 @@ CUresult cuMemHostAlloc(void** pointer, size_t nbytes, unsigned flags) {
 }
 CUresult cuMemFreeHost(void* pointer) {
   ENTER_CONTEXT;
+  end_all_works();
   note_memory((uint64_t)pointer, 0, 0);
   free(pointer);
   --live_allocations;
@@ -463,6 +474,7 @@ CUresult cuMemHostRegister(void* pointer, size_t nbytes, unsigned flags) {
 }
 CUresult cuMemHostUnregister(void* pointer) {
   ENTER_CONTEXT;
+  end_all_works();
   note_memory((uint64_t)pointer, 0, 0);
   --live_allocations;
   return kSuccess;
@@ -497,71 +509,163 @@ void fake_hold(intptr_t stream) { held_stream = stream; }
 static struct {
   const void* waiting;
   const void* awaited;
+  int count;
 } waits[kWaitsMax];
-static int wait_count;
-int fake_waits(intptr_t waiting, intptr_t awaited) {
-  int count = 0;
-  for (int i = 0; i < wait_count; ++i)
-    count += waits[i].waiting == (void*)waiting && waits[i].awaited == (void*)awaited;
-  return count;
+static pthread_mutex_t waits_lock = PTHREAD_MUTEX_INITIALIZER;
+static int wait_index(const void* waiting, const void* awaited) {
+  int i = 0;
+  while (waits[i].count != 0 && (waits[i].waiting != waiting || waits[i].awaited != awaited)) ++i;
+  if (i + 1 == kWaitsMax) abort();
+  return i;
 }
-// Work that streams have not done, in the order in which it was queued. Launches and waits of other
-// kinds are not among it.
-enum work_kind { kCopy, kWaitWord, kWriteWord, kWaitStream };
+int fake_waits(intptr_t waiting, intptr_t awaited) {
+  return waits[wait_index((void*)waiting, (void*)awaited)].count;
+}
+static void count_wait(const void* waiting, const void* awaited) {
+  pthread_mutex_lock(&waits_lock);
+  const int i = wait_index(waiting, awaited);
+  waits[i].waiting = waiting;
+  waits[i].awaited = awaited;
+  ++waits[i].count;
+  pthread_mutex_unlock(&waits_lock);
+}
+// Kernels of programs for the CPU device: mirrors of entry.cuh and base/platform.cuh.
+struct entry_param {
+  uint32_t bytes, element_bytes;
+};
+struct thread_context {
+  uint32_t index, count;
+  void* serving[2];
+  uint32_t yields;
+  void *finding[2], *taken;
+};
+struct entry {
+  const char* name;
+  void (*run)(const void* const* arguments, const struct thread_context* here);
+  const struct entry_param* params;
+  uint32_t param_count, context_bytes;
+};
+struct entry_table {
+  const struct entry* entries;
+  uint32_t count;
+};
+static int runs_kernels;
+void fake_run_kernels(void) { runs_kernels = 1; }
+
+// Work that streams have not done, in the order in which it was queued. Unless kernels run,
+// launches, fills of words and waits for words of 32 bits are not among it.
+enum work_kind { kCopy, kWaitWord, kWriteWord, kWaitStream, kWaitWord32, kFillWords, kKernel };
 struct work {
   const void* stream;  // null: done
   enum work_kind kind;
-  uint64_t target, source;  // of a copy; the word, and its value
+  uint64_t target, source;  // of a copy; the word, and its value; a kernel's entry, and parameters
   size_t nbytes;
   const void* awaited;  // its work that was queued before `awaited_end`
-  int awaited_end;
+  uint64_t awaited_end;
+  int begun;
+  uint64_t not_before;  // nanoseconds; see fake_delay
 };
 static struct work works[kWorkMax];
-static int work_first, work_count;  // before the first all is done
+static uint64_t work_first, work_count;  // numbers of works; before the first all is done
 static pthread_mutex_t works_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct work* work_at(uint64_t number) { return &works[number % kWorkMax]; }
+// Work begins up to so much later than it could.
+static uint64_t delay_ns, delay_state = 1;
+void fake_delay(unsigned microseconds_max, uint64_t seed) {
+  delay_ns = 1000ull * microseconds_max;
+  delay_state = seed * 2 + 1;
+}
+static uint64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+// Three quarters of all work are not late.
+static uint64_t begins_at(void) {
+  if (delay_ns == 0) return 0;
+  delay_state = delay_state * 6364136223846793005ull + 1442695040888963407ull;
+  if ((delay_state >> 62) != 0) return 0;
+  return now_ns() + (delay_state >> 33) % delay_ns;
+}
 // Whether a stream has work left of what was queued before `end`.
-static int has_work(const void* stream, int end) {
-  for (int i = work_first; i < end; ++i)
-    if (works[i].stream == stream) return 1;
+static int has_work(const void* stream, uint64_t end) {
+  for (uint64_t i = work_first; i < end; ++i)
+    if (work_at(i)->stream == stream) return 1;
   return 0;
 }
 // The same without waits for streams that a check keeps busy, by which no other becomes busy here.
-static int is_late(const void* stream, int end) {
-  for (int i = work_first; i < end; ++i)
-    if (works[i].stream == stream && !(works[i].kind == kWaitStream && is_busy(works[i].awaited)))
-      return 1;
+static int is_late(const void* stream, uint64_t end) {
+  for (uint64_t i = work_first; i < end; ++i) {
+    const struct work* work = work_at(i);
+    if (work->stream == stream && !(work->kind == kWaitStream && is_busy(work->awaited))) return 1;
+  }
   return 0;
 }
 static int can_do(const struct work* work) {
+  if (work->not_before != 0 && now_ns() < work->not_before) return 0;
   if (work->kind == kWaitWord) return __atomic_load_n((uint64_t*)work->target, 2) >= work->source;
+  if (work->kind == kWaitWord32)
+    return (int32_t)(__atomic_load_n((uint32_t*)work->target, 2) - (uint32_t)work->source) >= 0;
   if (work->kind == kWaitStream)
     return !is_busy(work->awaited) && !has_work(work->awaited, work->awaited_end);
   return 1;
 }
-static void do_works(void) {
-  pthread_mutex_lock(&works_lock);
-  while (work_first < work_count && works[work_first].stream == NULL) ++work_first;
-  for (int i = work_first; i < work_count; ++i) {
-    struct work* work = &works[i];
-    if (work->stream == NULL || has_work(work->stream, i) || !can_do(work)) continue;
-    if (work->kind == kCopy) memcpy((void*)work->target, (void*)work->source, work->nbytes);
-    if (work->kind == kWriteWord) __atomic_store_n((uint64_t*)work->target, work->source, 3);
-    work->stream = NULL;
-    i = work_first - 1;  // others may wait for it
-  }
+// A kernel runs as one warp, which does the work of all.
+static void run_kernel(const struct work* work) {
+  const struct entry* kernel = (const struct entry*)work->target;
+  const struct thread_context here = {.count = 1};
+  const void* arguments[16];
+  const char* at = (char*)work->source;
+  for (uint32_t i = 0; i < kernel->param_count; at += kernel->params[i++].bytes) arguments[i] = at;
+  kernel->run(arguments, &here);
+  free((void*)work->source);
+}
+static void do_work(struct work* work) {
+  if (work->kind == kCopy) memcpy((void*)work->target, (void*)work->source, work->nbytes);
+  if (work->kind == kWriteWord) __atomic_store_n((uint64_t*)work->target, work->source, 3);
+  if (work->kind == kFillWords)
+    for (size_t i = 0; i < work->nbytes; ++i) ((uint32_t*)work->target)[i] = (uint32_t)work->source;
+  if (work->kind != kKernel) return;
+  // Kernels of other streams run meanwhile. The stream's next work sees that this is not done.
+  work->begun = 1;
   pthread_mutex_unlock(&works_lock);
+  run_kernel(work);
+  pthread_mutex_lock(&works_lock);
+}
+// Returns whether there is work left. Kernels run in threads of their own: a caller may hold what a
+// kernel waits for, such as the interpreter.
+static int do_works(int kernels) {
+  pthread_mutex_lock(&works_lock);
+  while (work_first < work_count && work_at(work_first)->stream == NULL) ++work_first;
+  for (uint64_t i = work_first; i < work_count; ++i) {
+    struct work* work = work_at(i);
+    if (work->stream == NULL || work->begun || has_work(work->stream, i) || !can_do(work)) continue;
+    if (work->kind == kKernel && !kernels) continue;
+    do_work(work);
+    work->stream = NULL;
+    // Others may wait for it.
+    while (work_first < work_count && work_at(work_first)->stream == NULL) ++work_first;
+    i = work_first - 1;
+  }
+  const int left = work_first < work_count;
+  pthread_mutex_unlock(&works_lock);
+  return left;
 }
 static void queue_work(struct work work) {
   pthread_mutex_lock(&works_lock);
-  // Room again, if all is done: events of before then seem to end with the work behind them.
-  if (work_count == kWorkMax && work_first == work_count) work_first = work_count = 0;
-  if (work_count == kWorkMax) abort();
-  works[work_count++] = work;
+  while (work_count - work_first == kWorkMax) {
+    pthread_mutex_unlock(&works_lock);
+    do_works(0);
+    pthread_mutex_lock(&works_lock);
+  }
+  work.not_before = begins_at();
+  *work_at(work_count++) = work;
   pthread_mutex_unlock(&works_lock);
-  do_works();
+  do_works(0);
 }
 static void* go_on(void* unused) {
-  for (;; usleep(20)) do_works();
+  prctl(PR_SET_TIMERSLACK, 1000);
+  for (;; usleep(20)) do_works(1);
   return unused;
 }
 // Streams go on by themselves from now on, as those of a GPU do: otherwise only in calls.
@@ -569,10 +673,16 @@ int fake_run_streams(void) {
   pthread_t thread;
   return pthread_create(&thread, NULL, go_on, NULL) || pthread_detach(thread);
 }
+// As memory is freed on a GPU, only once all is done that may use it.
+static void end_all_works(void) {
+  if (!runs_kernels) return;
+  const uint64_t end = work_count;
+  while (do_works(0) && work_first < end) usleep(20);
+}
 CUresult cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void* stream) {
   ENTER_CONTEXT;
   if (!in_one_memory(target, nbytes) || !in_one_memory(source, nbytes)) return kInvalidValue;
-  queue_work((struct work){stream, kCopy, target, source, nbytes, NULL, 0});
+  queue_work((struct work){stream, kCopy, target, source, nbytes, NULL, 0, 0, 0});
   return check_stream(stream);
 }
 struct copy_attributes {
@@ -587,25 +697,25 @@ CUresult cuMemcpyBatchAsync(uint64_t* targets, uint64_t* sources, size_t* sizes,
       attributes->flags != 0 || failed == NULL)
     return kInvalidValue;
   for (size_t i = 0; i < count; ++i)
-    queue_work((struct work){stream, kCopy, targets[i], sources[i], sizes[i], NULL, 0});
+    queue_work((struct work){stream, kCopy, targets[i], sources[i], sizes[i], NULL, 0, 0, 0});
   return check_stream(stream);
 }
 CUresult cuStreamWaitValue64(void* stream, uint64_t address, uint64_t value, unsigned flags) {
   ENTER_CONTEXT;
   if (flags != 0) return kInvalidValue;  // GEQ
-  queue_work((struct work){stream, kWaitWord, address, value, 0, NULL, 0});
+  queue_work((struct work){stream, kWaitWord, address, value, 0, NULL, 0, 0, 0});
   return check_stream(stream);
 }
 CUresult cuStreamWriteValue64(void* stream, uint64_t address, uint64_t value, unsigned flags) {
   ENTER_CONTEXT;
   if (flags != 0) return kInvalidValue;
-  queue_work((struct work){stream, kWriteWord, address, value, 0, NULL, 0});
+  queue_work((struct work){stream, kWriteWord, address, value, 0, NULL, 0, 0, 0});
   return check_stream(stream);
 }
 // Copies of pageable memory and fills come behind the work of their stream.
 static void end_works(const void* stream) {
-  for (int tries = 0; tries < 100000; ++tries) {
-    do_works();
+  for (int tries = 0; tries < 1000000; ++tries) {
+    do_works(0);
     pthread_mutex_lock(&works_lock);
     const int late = is_late(stream, work_count);
     pthread_mutex_unlock(&works_lock);
@@ -771,6 +881,10 @@ CUresult cuUserObjectRelease(struct user_object* object, unsigned count) {
 }
 CUresult cuMemsetD32Async(uint64_t address, unsigned word, size_t count, void* stream) {
   ENTER_CONTEXT;
+  if (runs_kernels) {
+    queue_work((struct work){stream, kFillWords, address, word, count, NULL, 0, 0, 0});
+    return check_stream(stream);
+  }
   for (size_t i = 0; i < count; ++i) ((unsigned*)address)[i] = word;
   return check_stream(stream);
 }
@@ -780,12 +894,14 @@ CUresult cuStreamWaitValue32(void* stream, uint64_t address, uint32_t value, uns
   last_word = (const uint32_t*)address;
   value_nodes += is_captured(stream);
   note_queued(value == 1 ? "wait for 1" : "wait for another value", stream);
+  if (runs_kernels)
+    queue_work((struct work){stream, kWaitWord32, address, value, 0, NULL, 0, 0, 0});
   return check_stream(stream);
 }
 CUresult cuStreamQuery(void* stream) {
   ENTER_CONTEXT;
   if (is_captured(stream)) capture.status = kCaptureInvalidated;
-  do_works();
+  do_works(0);
   if (is_late(stream, work_count)) return kNotReady;
   return is_busy(stream) ? kNotReady : check_stream(stream);
 }
@@ -793,8 +909,8 @@ CUresult cuStreamQuery(void* stream) {
 struct event {
   int magic;  // kEventMagic while it exists
   void* stream;
-  int work_end;      // the stream's work before the record was queued before this
-  uint64_t capture;  // in which it was recorded; 0: in none
+  uint64_t work_end;  // the stream's work before the record was queued before this
+  uint64_t capture;   // in which it was recorded; 0: in none
 };
 static int is_event(const struct event* event) {
   return event != NULL && event->magic == kEventMagic;
@@ -818,11 +934,9 @@ CUresult cuStreamWaitEvent(void* stream, struct event* event, unsigned flags) {
     capture.status = kCaptureInvalidated;
     return 905;  // the event is not of the capture
   }
-  if (wait_count == kWaitsMax) abort();
-  waits[wait_count].waiting = stream;
-  waits[wait_count++].awaited = event->stream;
+  count_wait(stream, event->stream);
   if (event->stream != NULL && event->stream != stream)
-    queue_work((struct work){stream, kWaitStream, 0, 0, 0, event->stream, event->work_end});
+    queue_work((struct work){stream, kWaitStream, 0, 0, 0, event->stream, event->work_end, 0, 0});
   return check_stream(stream);
 }
 CUresult cuEventCreate(struct event** event, unsigned flags) {
@@ -848,8 +962,10 @@ void fake_record_slowly(unsigned microseconds) { record_us = microseconds; }
 CUresult cuEventRecord(struct event* event, void* stream) {
   ENTER_CONTEXT;
   if (!is_event(event)) return kInvalidValue;
+  pthread_mutex_lock(&works_lock);
   event->stream = stream;
   event->work_end = work_count;
+  pthread_mutex_unlock(&works_lock);
   event->capture = is_captured(stream) ? capture.id : 0;
   if (record_us != 0) usleep(record_us);
   return check_stream(stream);
@@ -858,7 +974,7 @@ CUresult cuEventQuery(struct event* event) {
   ENTER_CONTEXT;
   if (!is_event(event)) return kInvalidValue;
   if (event->capture != 0) return 907;  // CAPTURED_EVENT
-  do_works();
+  do_works(0);
   if (is_late(event->stream, event->work_end)) return kNotReady;
   return is_busy(event->stream) ? kNotReady : kSuccess;
 }
@@ -870,24 +986,63 @@ CUresult cuEventElapsedTime(float* milliseconds, struct event* start, struct eve
 }
 
 static const char* functions[kFunctionsMax];
+static const struct entry* entries[kFunctionsMax];
+// The kernels of a shared library, as bytes. It stays loaded.
+static const struct entry_table* load_library(const char* image) {
+  uint64_t headers;
+  uint16_t each, count;
+  memcpy(&headers, image + 0x28, sizeof headers);  // which a linker writes last
+  memcpy(&each, image + 0x3A, sizeof each);
+  memcpy(&count, image + 0x3C, sizeof count);
+  const size_t nbytes = headers + (size_t)each * count;
+  const int file = memfd_create("fake module", MFD_CLOEXEC);
+  if (file < 0 || write(file, image, nbytes) != (ssize_t)nbytes) abort();
+  char path[64];
+  snprintf(path, sizeof path, "/proc/self/fd/%d", file);
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  return library == NULL ? NULL : (const struct entry_table*)dlsym(library, "fw_entries");
+}
 CUresult cuModuleLoadData(void** module, const void* image) {
   ENTER_CONTEXT;
   if (memcmp(image, "\177ELF", 4) != 0) return 200;
   *module = (void*)0x30D;
+  if (runs_kernels) {
+    const struct entry_table* loaded = load_library(image);
+    if (loaded == NULL) return 200;
+    *module = (void*)loaded;
+  }
   ++live_allocations;
   return kSuccess;
 }
 CUresult cuModuleUnload(void* module) {
   ENTER_CONTEXT;
   --live_allocations;
-  return module == (void*)0x30D ? kSuccess : kInvalidValue;
+  return module == (void*)0x30D || runs_kernels ? kSuccess : kInvalidValue;
+}
+static const struct entry* entry_of(const struct entry_table* module, const char* name) {
+  // The built-in kernels of the CPU device have plain names.
+  char* plain = NULL;
+  const unsigned long length = strncmp(name, "_Z", 2) == 0 ? strtoul(name + 2, &plain, 10) : 0;
+  for (uint32_t i = 0; i < module->count; ++i) {
+    const char* own = module->entries[i].name;
+    if (strcmp(own, name) == 0) return &module->entries[i];
+    if (length != 0 && strlen(own) == length && strncmp(own, plain, length) == 0)
+      return &module->entries[i];
+  }
+  return NULL;
 }
 CUresult cuModuleGetFunction(void** function, void* module, const char* name) {
   ENTER_CONTEXT;
-  if (module != (void*)0x30D) return kInvalidValue;
+  if (module != (void*)0x30D && !runs_kernels) return kInvalidValue;
+  const struct entry* found = runs_kernels ? entry_of(module, name) : NULL;
+  if (runs_kernels && (found == NULL || found->context_bytes != sizeof(struct thread_context)))
+    return kNotFound;
   for (int i = 0; i < kFunctionsMax; ++i) {
-    if (functions[i] == NULL) functions[i] = strdup(name);
-    if (strcmp(functions[i], name) == 0) {
+    if (functions[i] == NULL) {
+      functions[i] = strdup(name);
+      entries[i] = found;
+    }
+    if (strcmp(functions[i], name) == 0 && entries[i] == found) {
       *function = (void*)(intptr_t)(0xF000 + i);
       return kSuccess;
     }
@@ -923,6 +1078,16 @@ CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsign
     return kInvalidValue;
   if (stream != NULL && (intptr_t)stream == foreign_stream) return 400;
   note_queued(functions[(intptr_t)function - 0xF000], stream);
+  if (runs_kernels) {
+    const struct entry* kernel = entries[(intptr_t)function - 0xF000];
+    size_t nbytes = 1;
+    for (uint32_t i = 0; i < kernel->param_count; ++i) nbytes += kernel->params[i].bytes;
+    char *copy = malloc(nbytes), *at = copy;
+    for (uint32_t i = 0; i < kernel->param_count; at += kernel->params[i++].bytes)
+      memcpy(at, params[i], kernel->params[i].bytes);
+    queue_work((struct work){stream, kKernel, (uint64_t)kernel, (uint64_t)copy, 0, NULL, 0, 0, 0});
+    return check_stream(stream);
+  }
   if (params == NULL) return check_stream(stream);
   uint64_t* report = *(uint64_t**)params[0];
   if (report == NULL) return check_stream(stream);  // a lookup in several tables

@@ -34,6 +34,7 @@ TESTS_BESIDE_ROOMS = {
     "ground",
     "models",
     "qemu",
+    "oracle",
     "simulator",
     "tree",
 }

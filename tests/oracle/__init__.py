@@ -1,0 +1,1 @@
+"""A differential fuzzer: random programs over every public call, beside a model of a few lines."""

@@ -1,0 +1,102 @@
+"""Asynchronous calls: their futures, and the ways to wait for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oracle.arrays import choose, flat, index_of, out_of, values_of
+from oracle.steps import step
+from oracle.world import Hand, Pending
+
+
+@step(6)
+def gather_async(hand: Hand) -> None:
+    """Start a read."""
+    held = choose(hand)
+    if held is None:
+        return
+    rows = hand.ids(held, repeats=True)
+    index, how = index_of(hand, held, rows)
+    out, where = out_of(hand, held, flat(held, rows))
+    stream = hand.stream()
+    line = hand.say(f"f = {{}}.gather_async({how}{{}}{where}, stream={{}})", held, rows, stream)
+    read = held.model.read(rows)
+    future = held.array.gather_async(index, out, stream)
+    known = hand.known(held)
+    among = None if known is None else known[rows]
+    hand.pending.append(Pending(held, future.result, read, line, future, (index, out), among))
+
+
+@step(6)
+def scatter_async(hand: Hand) -> None:
+    """Start a store."""
+    held = choose(hand)
+    if held is None:
+        return
+    rows = hand.ids(held)
+    index, how = index_of(hand, held, rows)
+    given, values, what = values_of(hand, held, len(rows))
+    stream = hand.stream()
+    text = f"f = {{}}.scatter_async({how}{{}}, {what}values, stream={{}})"
+    line = hand.say(text, held, rows, stream)
+    future = held.array.scatter_async(index, given, stream)
+    hand.stores(held, line, rows, values)
+    if hand.odds(0.7):
+        out = (index, given)
+        hand.pending.append(Pending(held, future.result, None, line, future, out))
+    else:
+        hand.kept += [index, given]
+
+
+@step(8)
+def settle(hand: Hand) -> None:
+    """Wait for something in flight, in one of the ways to do that."""
+    if not hand.pending:
+        return
+    pending = hand.random.choice(hand.pending)
+    future = pending.future
+    kind = hand.random.choice(("result", "result", "done", "wait_on", "callback"))
+    if future is None or kind == "result":
+        hand.say(f"# what line {pending.line} has read" if future is None else
+                 f"f.result()  # of line {pending.line}")  # fmt: skip
+        hand.settle(pending)
+        return
+    hand.say(f"f.{kind}  # of line {pending.line}")
+    if kind == "done":
+        future.done()
+    elif kind == "wait_on":
+        stream = hand.random.choice(hand.machine.streams[1:] or [None])
+        on_host = pending.read is not None and not hasattr(future.out, "address")
+        if (hand.machine.on_gpu and on_host) or stream is None:
+            return
+        out = future.wait_on(stream)
+        if pending.read is not None:
+            pending.get = lambda: hand.machine.fetch(out, stream)
+    else:
+        results: list[Any] = []
+        future.add_done_callback(lambda each: results.append(each.exception()))
+
+
+@step(2)
+def unordered(hand: Hand) -> None:
+    """Start a call that need not keep the order, when those before it are over."""
+    held = choose(hand)
+    if held is None:
+        return
+    hand.say("{}.flush()", held)
+    held.array.flush()
+    stream = hand.stream()
+    if hand.odds(0.5):
+        rows = hand.ids(held)
+        values = hand.values(held, len(rows))
+        line = hand.say("{}.scatter_async({}, values, ordered=False).result()", held, rows)
+        held.array.scatter_async(rows, values, stream, ordered=False).result()
+        hand.stores(held, line, rows, values)
+        return
+    rows = hand.ids(held, repeats=True)
+    line = hand.say("f = {}.gather_async({}, ordered=False)", held, rows)
+    read = held.model.read_loosely(rows)
+    future = held.array.gather_async(rows, None, stream, ordered=False)
+    known = hand.known(held)
+    among = None if known is None else known[rows]
+    hand.pending.append(Pending(held, future.result, read, line, future, (rows,), among))

@@ -1,0 +1,153 @@
+"""What programs run on: the CPU device, the driver without a GPU, or a GPU; and their operands."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import flashwarp as fw
+from oracle.folders import DISK
+
+_KERNELS = """
+#include "flashwarp/array.cuh"
+typedef ELEMENT element;
+FW_KERNEL load(fw::array<const element> x, const uint64_t* at, element* out, uint64_t n) {
+  for (uint64_t i = fw::base::thread_index(); i < n; i += fw::base::thread_count()) {
+    out[i] = x[at[i]];
+  }
+}
+FW_KERNEL store(fw::array<element> x, const uint64_t* at, const element* from, uint64_t n) {
+  for (uint64_t i = fw::base::thread_index(); i < n; i += fw::base::thread_count()) {
+    x.store(at[i], from[i]);
+  }
+}
+"""
+_OF_TORCH = [np.dtype(each) for each in ("u1", "i2", "i4", "i8", "f4", "f8")]
+ELEMENTS = {"u1": "uint8_t", "i4": "int32_t", "f4": "float", "i8": "int64_t", "f8": "double"}
+
+
+class Machine:
+    """A device for all programs of a process.
+
+    Attributes
+    ----------
+    kind : str
+        "cpu", "fake" or "cuda".
+    streams : list
+        What calls are given as `stream=`; on the CPU device only None.
+    torch : module or None
+        Whose tensors are operands.
+    """
+
+    def __init__(self, device: str, seed: int = 0) -> None:
+        self.kind = device.partition(":")[0]
+        self.torch: Any = None
+        if self.kind == "fake":
+            from support import host_kernels
+
+            self.devices: list[Any] = [host_kernels.gpu(delay_us=300, seed=seed)]
+        elif self.kind == "cuda":
+            self.devices = [fw.CudaDevice(int(device.partition(":")[2] or 0))]
+            with contextlib.suppress(ImportError):
+                import torch
+
+                self.torch = torch
+        else:
+            self.devices = [fw.CpuDevice(1), fw.CpuDevice(2)]
+        self.streams: list[Any] = [None]
+        if self.on_gpu:
+            self.streams += [self.devices[0].create_stream() for _ in range(2)]
+        if self.torch is not None:
+            self.streams += [self.torch.cuda.Stream(), self.torch.cuda.current_stream()]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the library takes the ways of a GPU."""
+        return self.kind != "cpu"
+
+    def place(self, host: npt.NDArray[Any], library: str) -> Any:
+        """Return a copy of a host array in the device's memory; it is there when this returns."""
+        if library == "torch":
+            tensor = self.torch.from_numpy(np.ascontiguousarray(host).copy()).to("cuda")
+            self.torch.cuda.current_stream().synchronize()
+            return tensor
+        device = self.devices[0]
+        array = device.empty_array(host.shape, host.dtype)
+        if host.size:
+            device.upload(array.address, np.ascontiguousarray(host))
+        return array
+
+    def libraries(self, dtype: np.dtype[Any]) -> list[str]:
+        """Name what operands on the device may be of."""
+        if not self.on_gpu:
+            return []
+        return ["flashwarp", "torch"] if self.torch and dtype in _OF_TORCH else ["flashwarp"]
+
+    def fetch(self, array: Any, stream: Any = None) -> npt.NDArray[Any]:
+        """Copy an array of the device to the host, behind what is queued on a stream."""
+        if isinstance(array, np.ndarray):
+            return array
+        if not self.on_gpu:
+            return np.asarray(array)
+        device = self.devices[0]
+        if hasattr(array, "data_ptr"):
+            host = np.empty(tuple(array.shape), str(array.dtype).removeprefix("torch."))
+            address = array.data_ptr()
+            stream = stream or self.torch.cuda.current_stream()
+        else:
+            host, address = np.empty(array.shape, array.dtype), array.address
+        if host.size:
+            device.download_into(address, host, stream)
+        return host
+
+    def make_late(self, stream: Any) -> None:
+        """Let a stream of a GPU do nothing for some 100 us; the other devices' are late by luck."""
+        if self.torch is None or stream is None:
+            return
+        if not hasattr(stream, "cuda_stream"):
+            stream = self.torch.cuda.ExternalStream(stream.handle)
+        with self.torch.cuda.stream(stream):
+            self.torch.cuda._sleep(200_000)
+
+    def on_a_stream(self, number: int) -> Any:
+        """Make one of torch's streams the current one, for calls that are given none."""
+        if self.torch is None or number % 3:
+            return contextlib.nullcontext()
+        return self.torch.cuda.stream(self.streams[-1 - number % 2])
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - a machine lives as long as its process
+    def program(self, dtype: str, device: int) -> Any:
+        """Return kernels that load and store elements of a type."""
+        text = _KERNELS.replace("ELEMENT", ELEMENTS[dtype])
+        return fw.compile(text, self.devices[device])
+
+    def close(self) -> None:
+        """Close what was opened."""
+        for device in self.devices:
+            device.close()
+
+
+@functools.cache
+def takes_direct_io() -> bool:
+    """Whether files on `DISK` can be opened with O_DIRECT."""
+    with tempfile.NamedTemporaryFile(dir=DISK) as file:
+        try:
+            os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
+        except OSError:
+            return False
+    return True
+
+
+def use_fake(library: str) -> None:
+    """Let this process find the driver without a GPU, before anything looks for one."""
+    import ctypes
+
+    assert "flashwarp._jit.driver" not in sys.modules or not fw.device._opened
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)

@@ -1,0 +1,40 @@
+"""The steps that programs are made of, by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """A kind of step: a thread draws its operands and makes the call.
+
+    Attributes
+    ----------
+    weight : float
+        How often it is drawn, beside the others.
+    alone : bool
+        Whether other threads wait meanwhile.
+    room : str
+        What it tests: the module that has it.
+    """
+
+    run: Callable[[Any], None]
+    weight: float
+    alone: bool
+    room: str
+
+
+STEPS: list[Step] = []
+
+
+def step(weight: float, *, alone: bool = False) -> Callable[[Callable[[Any], None]], Any]:
+    """Make a function a step of programs."""
+
+    def note(run: Callable[[Any], None]) -> Callable[[Any], None]:
+        STEPS.append(Step(run, weight, alone, run.__module__.rpartition(".")[2]))
+        return run
+
+    return note
