@@ -5,7 +5,7 @@ Addresses are ints. Calls that may wait release the GIL; failed I/O raises OSErr
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from typing_extensions import Buffer
 
@@ -58,8 +58,21 @@ def crc32c_engine() -> str: ...
 def uninterrupted(act: Callable[[], _T]) -> _T:
     """Call a function where no signal handler runs."""
 
+def aside(act: Callable[[], _T], stop: Callable[[], object]) -> _T:
+    """Call a function elsewhere, and another if a signal comes."""
+
+@overload
 def holding(lock: object, act: Callable[[], _T]) -> _T:
-    """Call a function while holding a lock."""
+    """Call a function while holding a lock; without `waits`, if it is free."""
+
+@overload
+def holding(lock: object, act: Callable[[], _T], waits: bool) -> _T | None: ...
+def released(lock: object, waiter: object, seconds: float) -> bool:
+    """Wait for a lock without another one."""
+
+class Held:
+    def __enter__(self) -> bool: ...
+    def __exit__(self, *exception: object) -> None: ...
 
 class Storage:
     @property

@@ -11,12 +11,12 @@ import contextlib
 import logging
 import math
 import os
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+from flashwarp import endings
 from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.checkpoint.buffer import Window
 from flashwarp.checkpoint.futures import Saved
@@ -47,7 +47,7 @@ class Core:
 
     Attributes
     ----------
-    changed : threading.Condition
+    changed : endings.Condition
         The lock of everything here, notified after each change.
     tiers : list of Tier
         The caches, fastest first.
@@ -56,11 +56,11 @@ class Core:
     def __init__(self, settings: Settings, mover: Mover) -> None:
         self.settings = settings
         self.mover = mover
-        lock = threading.RLock()
-        self.changed = threading.Condition(lock)
+        lock = endings.Lock()
+        self.changed = endings.Condition(lock)
         # Each kind of background thread is woken for its own work: a wake-up of all of them takes
         # longer than most calls.
-        self._work = {role: threading.Condition(lock) for role in ROLES}
+        self._work = {role: endings.Condition(lock) for role in ROLES}
         self.tiers: list[Tier] = []
         self.hints = RestoreQueue(settings.hints_max, settings.passed_max)
         self.interval = RestoreInterval()
@@ -111,7 +111,7 @@ class Core:
         """Return whether the threads are of this process: not in a forked child."""
         return os.getpid() == self._pid
 
-    def locked(self) -> threading.Condition:
+    def locked(self) -> endings.Condition:
         """Return the lock, for a call of the user's; raises in a forked child.
 
         There, a thread that does not exist may hold the lock for ever.

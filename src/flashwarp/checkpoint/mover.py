@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -132,7 +130,7 @@ class Mover(endings.Closing):
         self._seams: list[tuple[int, int, int]] = []
         self._writers = _Pieces("flashwarp-checkpoint-write")
         self._readers = _Pieces("flashwarp-checkpoint-read")
-        self._moved = threading.Lock()
+        self._moved = endings.Lock()
         self._last_ns = dict.fromkeys(LINKS, 0)
         if device.kind == "cuda":
             from flashwarp.transfer import CopyEngine, Direction, StagingRing
@@ -429,8 +427,7 @@ class _Pieces:
     """Threads that move pieces of versions. Any thread may call."""
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(_AT_A_TIME, name)
-        self._places = threading.Semaphore(_QUEUED_MAX)
+        self._pool = endings.Pool(_AT_A_TIME, name, _QUEUED_MAX)
 
     def move(
         self,
@@ -438,8 +435,25 @@ class _Pieces:
         wanted: Callable[[], bool],
         ending: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Move pieces, each with its size; return False if they are not wanted any more."""
-        pending: deque[Future[None]] = deque()
+        """Move pieces, each with its size; return False if they are not wanted any more.
+
+        When it returns or raises, nobody touches their memory, also if a signal ended it.
+        """
+        stopped: list[bool] = []
+
+        def goes_on() -> bool:
+            return not stopped and wanted()
+
+        move = partial(self._move, jobs, goes_on, ending)
+        return endings.aside(move, partial(stopped.append, True))
+
+    def _move(
+        self,
+        jobs: Iterable[tuple[int, Callable[[], None]]],
+        wanted: Callable[[], bool],
+        ending: Callable[[], None],
+    ) -> bool:
+        pending: deque[endings.Future[None]] = deque()
         try:
             for size, job in jobs:
                 if not wanted():
@@ -449,34 +463,18 @@ class _Pieces:
                     continue
                 while pending and pending[0].done():
                     pending.popleft().result()
-                pending.append(self._submit(job))
+                pending.append(self._pool.submit(job))
             ending()
             while pending:
                 pending.popleft().result()
         finally:
-            # Also after a failure: nobody touches the memory when the call has ended.
             for each in pending:
                 each.exception()
         return True
 
-    def _submit(self, job: Callable[[], None]) -> Future[None]:
-        # Without a limit: each piece in front has the limits of its own I/O.
-        self._places.acquire()
-        try:
-            found = self._pool.submit(job)
-        except RuntimeError:  # the interpreter is ending, and takes no new work for threads
-            found = Future()
-            try:
-                job()
-                found.set_result(None)
-            except BaseException as error:
-                found.set_exception(error)
-        found.add_done_callback(lambda _: self._places.release())
-        return found
-
     def close(self) -> None:
         """Wait for the pieces under way. May be called twice."""
-        self._pool.shutdown()
+        self._pool.close()
 
 
 @contextlib.contextmanager

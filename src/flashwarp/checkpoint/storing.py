@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from flashwarp import endings
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.ranks import Attempt, Ended, GroupCommits
 from flashwarp.checkpoint.tier import Entry, Key
@@ -58,7 +58,7 @@ class Storing:
         self._directory = directory
         self._commits = commits
         self._remote = remote
-        self._fetching = threading.Lock()
+        self._fetching = endings.Lock()
 
     def write(self, entry: Entry, fill: Fill, ended: Ended) -> None:
         """Write a version; `ended` is called once it is stored, given up, or has failed.

@@ -11,12 +11,11 @@ import contextlib
 import os
 import select
 import socket
-import threading
 import time
 import weakref
 from typing import Any, NoReturn
 
-from flashwarp import config
+from flashwarp import config, endings
 from flashwarp.errors import ForkError, OwnerLostError, SharedCacheError
 from flashwarp.sharing import messages, names
 from flashwarp.sharing.messages import Message
@@ -51,7 +50,7 @@ class Connection:
         self.hello: Message
         self.name = name
         self._socket = client
-        self._guard = threading.Lock()
+        self._guard = endings.Lock()
         self._lost = ""
         self._hung_up = False
         self._closed = False

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from flashwarp import endings
 from flashwarp.checkpoint.directory.buffers import page_aligned
 from flashwarp.checkpoint.directory.catalog import Catalog
 from flashwarp.checkpoint.directory.directory import Directory
@@ -113,7 +114,7 @@ def _copy(reader: VersionReader, target: Directory) -> None:
     with target.begin(
         reader.name, reader.version, reader.regions, metadata=reader.metadata
     ) as writer:
-        with ThreadPoolExecutor(_PIECES_IN_FLIGHT, "flashwarp-copy") as pool:
+        with endings.Pool(_PIECES_IN_FLIGHT, "flashwarp-copy") as pool:
             pending: list[Future[None]] = []
             with contextlib.ExitStack() as after_error:
                 after_error.callback(lambda: [each.cancel() for each in pending])

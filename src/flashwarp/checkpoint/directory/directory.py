@@ -9,10 +9,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,10 +104,10 @@ class Directory(Catalog):
         self.chunk_bytes = _check_chunk(chunk_bytes)
         self._o_direct = None if o_direct is None else flag("o_direct", o_direct)
         self._writers: dict[tuple[str, int], VersionWriter | None] = {}
-        self._guard = threading.Lock()
+        self._guard = endings.Lock()
         self._closed = False
         self._process = os.getpid()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = endings.Pool(_THREADS, "flashwarp-checkpoint")
         self._lock: lock.RankLock | None = None
         if self.writable:
             self._make_folder(self.path)
@@ -241,8 +240,7 @@ class Directory(Catalog):
             if writer is not None:
                 writer.abort()
         self._release_if_idle()
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._pool.close()
 
     def _release_if_idle(self) -> None:
         """Give up the lock: not before every commit has ended, or its data would be a leftover."""
@@ -285,20 +283,7 @@ class Directory(Catalog):
 
     def _run(self, act: Callable[..., T], *arguments: Any) -> Future[T]:
         """Call a function in another thread; in this one if the interpreter is ending."""
-        with self._guard:
-            if self._pool is None and not self._closed:
-                self._pool = ThreadPoolExecutor(_THREADS, "flashwarp-checkpoint")
-        try:
-            if self._pool is not None:
-                return self._pool.submit(act, *arguments)
-        except RuntimeError:
-            pass
-        done: Future[T] = Future()
-        try:
-            done.set_result(act(*arguments))
-        except BaseException as error:
-            done.set_exception(error)
-        return done
+        return self._pool.submit(act, *arguments)
 
     def _writer_ended(self, writer: VersionWriter) -> None:
         if writer.committed and writer.replaces:

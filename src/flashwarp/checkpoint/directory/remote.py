@@ -12,13 +12,13 @@ import importlib
 import logging
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from flashwarp import endings
 from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.buffers import page_aligned
 from flashwarp.checkpoint.directory.catalog import Catalog
@@ -122,8 +122,7 @@ class RemoteDirectory(Catalog):
         self._store = store
         self._closed = False
         self._process = os.getpid()
-        self._guard = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = endings.Pool(_THREADS, "flashwarp-remote")
 
     def upload(self, reader: VersionReader) -> None:
         """Store a version that is open elsewhere; every byte of it is checked on the way.
@@ -203,8 +202,8 @@ class RemoteDirectory(Catalog):
     def close(self) -> None:
         """End its threads. May be called twice."""
         self._closed = True
-        if self._pool is not None and os.getpid() == self._process:
-            self._pool.shutdown()
+        if os.getpid() == self._process:
+            self._pool.close()
 
     # Inside.
 
@@ -215,10 +214,7 @@ class RemoteDirectory(Catalog):
             raise ClosedError(f"{self!r} is closed")
 
     def _run(self, act: Callable[..., T], *arguments: Any) -> Future[T]:
-        with self._guard:
-            self._check_open()
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_THREADS, "flashwarp-remote")
+        self._check_open()
         return self._pool.submit(act, *arguments)
 
     def _listed(self, *folders: str) -> list[str]:

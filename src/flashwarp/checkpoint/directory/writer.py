@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashwarp import _native
+from flashwarp import _native, endings
 from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.buffers import PAGE_BYTES, bytes_of, page_aligned
 from flashwarp.checkpoint.directory.checksums import Checksums, chunk_checksums
@@ -98,7 +97,7 @@ class VersionWriter(Closing):
             each.region.name: Checksums(each.region.name, each.region.nbytes, record.chunk_bytes)
             for each in record.regions
         }
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self._writing = 0
         self._state = "open"
         self._failure: BaseException | None = None

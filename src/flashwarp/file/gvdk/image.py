@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from flashwarp import _native
+from flashwarp import _native, endings
 from flashwarp.config import flag, integer, parse_bytes
 from flashwarp.errors import (
     ArgumentError,
@@ -141,7 +140,7 @@ class Gvdk(Storage):
         self._file = files.check_name(path)
         writable = flag("writable", writable)
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self._sealer = Sealer(checked_key(key))
         self._broken: OSError | None = None
         self._marked = False
