@@ -30,7 +30,7 @@ def uninterrupted(act: Callable[[], T]) -> T:
     """Call a function in a thread in which no signal handler runs.
 
     Python runs handlers in the main thread only. So a call from the main thread runs in another
-    thread, which takes 50 us, and signals wait until it has returned.
+    thread, which takes about 10 us, and signals wait until it has returned.
     """
     return _elsewhere(act, partial(_native.uninterrupted, act))
 

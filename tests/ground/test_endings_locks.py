@@ -150,9 +150,12 @@ def test_a_call_aside_ends_before_the_signal_that_stops_it_comes_out(
         assert stopped.wait(WAIT_S)
         ended.append(threading.get_ident())
 
-    with pytest.raises(KeyboardInterrupt):
+    def call() -> None:
         interrupts(0.05)
         endings.aside(work, stopped.set)
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
 
     assert len(ended) == 1
     assert ended[0] != threading.get_ident()
@@ -183,12 +186,15 @@ def test_a_pool_that_is_left_by_an_exception_cancels_what_has_not_begun() -> Non
         begun.set()
         return go_on.wait(WAIT_S)
 
-    with pytest.raises(KeyError), endings.Pool(1, "test") as pool:
-        first = pool.submit(wait)
-        waiting += [pool.submit(wait) for _ in range(5)]
-        assert begun.wait(WAIT_S)
-        threading.Timer(0.05, go_on.set).start()
-        raise KeyError
+    def leave() -> None:
+        with endings.Pool(1, "test") as pool:
+            waiting.extend(pool.submit(wait) for _ in range(6))
+            assert begun.wait(WAIT_S)
+            threading.Timer(0.05, go_on.set).start()
+            raise KeyError
 
-    assert first.result(0) is True
-    assert all(each.cancelled() for each in waiting)
+    with pytest.raises(KeyError):
+        leave()
+
+    assert waiting[0].result(0) is True
+    assert all(each.cancelled() for each in waiting[1:])

@@ -21,6 +21,7 @@ __all__ = [
     "check_version",
     "data_name",
     "data_version",
+    "identity_of",
     "manifest_name",
     "rank_folder",
     "rank_of",
@@ -33,6 +34,7 @@ _VERSION_DIGITS = 19  # of 2^63 - 1
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RANK = re.compile(r"rank-([0-9]{5})")
+_IDENTITY = re.compile("[0-9a-f]{32}")
 _MANIFEST = re.compile(r"([0-9]{19})\.manifest")
 DATA = re.compile(r"([0-9]{19})-[0-9a-f]{16}\.data")
 """Names of data files."""
@@ -88,6 +90,15 @@ def manifest_name(version: int) -> str:
 def data_name(version: int, number: int) -> str:
     """Return the name of a data file; `number` of 64 bits tells apart those of one version."""
     return f"{version:0{_VERSION_DIGITS}d}-{number:016x}.data"
+
+
+def identity_of(identity: object = None) -> str:
+    """Return the identity of a version, 32 hexadecimal digits; without one, a new one."""
+    if identity is None:
+        return os.urandom(16).hex()
+    if not isinstance(identity, str) or not _IDENTITY.fullmatch(identity):
+        raise ArgumentError(f"{repr(identity)[:80]} is no identity: 32 hexadecimal digits are")
+    return identity
 
 
 def data_version(name: str) -> int | None:

@@ -13,7 +13,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,7 +23,6 @@ from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.buffers import page_aligned
 from flashwarp.checkpoint.directory.catalog import Catalog
 from flashwarp.checkpoint.directory.reader import VersionReader
-from flashwarp.checkpoint.directory.writer import exists
 from flashwarp.config import integer, number
 from flashwarp.errors import (
     ArgumentError,
@@ -124,26 +123,16 @@ class RemoteDirectory(Catalog):
         self._process = os.getpid()
         self._pool = endings.Pool(_THREADS, "flashwarp-remote")
 
-    def upload(self, reader: VersionReader) -> None:
-        """Store a version that is open elsewhere; every byte of it is checked on the way.
-
-        Raises
-        ------
-        ExistingVersionError
-            If the store has the version.
-        DamagedVersionError
-            If the version is damaged. The store is as it was then.
-        RemoteError
-            If the store did not take it.
-        """
+    def upload(self, reader: VersionReader, *, replace: bool = False) -> bool:
+        """Store a version that is open elsewhere; see `Catalog.upload`."""
         self._check_open()
         if reader.rank != self.rank:
             raise ArgumentError(f"a version by rank {reader.rank} is stored by rank {self.rank}")
         record = reader.manifest
         folder = "/".join(self._folders(record.name, None))
         target = f"{folder}/{names.manifest_name(record.version)}"
-        if self._exists(target):
-            raise exists(record.name, record.version, self._path(target))
+        if self._has(reader, replace):
+            return False
         self._ask(
             f"put {record.data}",
             lambda: self._obstore.put(
@@ -157,6 +146,9 @@ class RemoteDirectory(Catalog):
         )
         text = manifest.encode(record)
         self._ask("put a manifest", lambda: self._obstore.put(self._store, target, text))
+        if replace:
+            self._delete_data(folder, self._listed(folder), {record.version}, record.data)
+        return True
 
     def discard(self, name: str, version: int) -> None:
         """Remove a version of this rank; raises MissingVersionError if there is none."""
@@ -173,10 +165,15 @@ class RemoteDirectory(Catalog):
         # Manifests first: nobody sees a version without data.
         for version in removed:
             self._delete(f"{folder}/{names.manifest_name(version)}")
-        for each in found:
-            if names.data_version(each) in removed:
-                self._delete(f"{folder}/{each}")
+        self._delete_data(folder, found, removed)
         return removed
+
+    def _delete_data(
+        self, folder: str, found: list[str], versions: Collection[int | None], kept: str = ""
+    ) -> None:
+        for each in found:
+            if names.data_version(each) in versions and each != kept:
+                self._delete(f"{folder}/{each}")
 
     def remove_leftovers(self, name: str) -> int:
         """Remove data objects without a manifest, which uploads of this rank left that failed.
@@ -247,13 +244,6 @@ class RemoteDirectory(Catalog):
                 self._path(path), f"it has {size} bytes, and {nbytes} were written"
             )
         return _Object(self, path)
-
-    def _exists(self, path: str) -> bool:
-        try:
-            self._ask(f"head {path}", lambda: self._obstore.head(self._store, path))
-        except MissingFileError:
-            return False
-        return True
 
     def _delete(self, path: str) -> None:
         with contextlib.suppress(MissingFileError):
