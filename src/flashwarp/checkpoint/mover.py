@@ -288,12 +288,19 @@ class Mover(endings.Closing):
         ]
         return self._load(parts, reader, wanted, ending)
 
-    def load_arrays(self, reader: Reader, targets: list[Bytes]) -> None:
-        """Read regions from storage into a user's arrays."""
+    def load_arrays(
+        self, reader: Reader, targets: list[Bytes], wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Read regions from storage into a user's arrays, as long as they are wanted."""
         parts = [
             _Part(each.region, each.address, not each.on_device, each.stream) for each in targets
         ]
-        self._load(parts, reader, lambda: True)
+        filled: list[tuple[str, int]] = []
+        try:
+            self._load(parts, reader, wanted, filled=filled)
+        except BaseException as error:
+            error.add_note(_described(parts, filled))
+            raise
 
     def _load(
         self,
@@ -301,10 +308,16 @@ class Mover(endings.Closing):
         reader: Reader,
         wanted: Callable[[], bool],
         ending: Callable[[], None] = lambda: None,
+        filled: list[tuple[str, int]] | None = None,
     ) -> bool:
         began_ns = time.monotonic_ns()
 
         def load(part: _Part, offset: int, size: int) -> None:
+            fill(part, offset, size)
+            if filled is not None:
+                filled.append((part.region.name, size))
+
+        def fill(part: _Part, offset: int, size: int) -> None:
             if part.on_host:
                 reader.read_into(part.region, offset, host_view(part.address + offset, size))
                 return
@@ -475,6 +488,19 @@ class _Pieces:
     def close(self) -> None:
         """Wait for the pieces under way. May be called twice."""
         self._pool.close()
+
+
+def _described(parts: list[_Part], filled: list[tuple[str, int]]) -> str:
+    """Say which regions a load that failed has filled."""
+    left = {part.region.name: part.region.nbytes for part in parts}
+    for name, nbytes in filled:
+        left[name] -= nbytes
+    whole = [repr(name) for name, nbytes in left.items() if not nbytes]
+    torn = [repr(name) for name, nbytes in left.items() if nbytes]
+    return (
+        f"of the arrays to restore, those of {', '.join(whole) or 'no region'} are filled as "
+        f"stored, and the contents of those of {', '.join(torn) or 'no region'} are undefined"
+    )
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ class Directory(Catalog):
             self._writers[key] = None
         try:
             with self._turn(version):
-                writer = self._begin(folder, record, replace)
+                writer = endings.uninterrupted(partial(self._begin, folder, record, replace))
         except BaseException:
             with self._guard:
                 del self._writers[key]
@@ -261,7 +261,8 @@ class Directory(Catalog):
         self._check_writable()
         numbers = [names.check_version(version) for version in versions]
         turns = [self._turns[place] for place in sorted({each % _TURNS for each in numbers})]
-        return endings.holding(turns, partial(self._discard, self._folder(name), numbers))
+        discard = partial(self._discard, self._folder(name), numbers)
+        return endings.uninterrupted(partial(endings.holding, turns, discard))
 
     def _discard(self, folder: Path, versions: list[int]) -> list[int]:
         removed: dict[int, str | None] = {}
