@@ -273,7 +273,8 @@ def locks_lost_to_signals(text: str) -> Iterator[str]:
             continue
         name = ast.unparse(node.func)
         begin, _, last = name.rpartition(".")
-        ours = not begin and not re.search(rf"import .*\b{last}\b", text)
+        origin = rf"from (threading|queue|concurrent.*) import .*\b{last}\b"
+        ours = not begin and not re.search(origin, text)
         made = last in LOST_TO_SIGNALS and begin in ("", "threading", "queue") and not ours
         started = last == "start" and has_threads and not node.args
         # Other things that are acquired have arguments of their own.
