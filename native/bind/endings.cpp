@@ -86,17 +86,34 @@ class Helper {
   Outcome* outcome_ = nullptr;
 };
 
-PyObject* uninterrupted(PyObject*, PyObject* act) {
+void make_elsewhere(PyObject* act, Outcome& outcome) {
   // Never freed: its thread waits until the process ends. Used by the main thread alone.
   static Helper* helper = nullptr;
-  Outcome outcome;
   try {
     if (helper == nullptr || !helper->lives()) helper = new Helper;
     helper->make(act, outcome);
   } catch (const std::system_error&) {
     call(act, outcome);
   }
-  return give(outcome);
+}
+
+PyObject* uninterrupted(PyObject*, PyObject* arguments) {
+  PyObject *act, *lost = nullptr;
+  if (!PyArg_ParseTuple(arguments, "O|O:uninterrupted", &act, &lost)) return nullptr;
+  Outcome outcome;
+  make_elsewhere(act, outcome);
+  if (lost == nullptr || lost == Py_None || outcome.result == nullptr) return give(outcome);
+  if (PyErr_CheckSignals() == 0) return outcome.result;
+  // A signal came meanwhile, and its handler raised: nobody will get the result.
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  Outcome ended;
+  make_elsewhere(lost, ended);
+  if (give(ended) == nullptr) PyErr_WriteUnraisable(lost);
+  Py_XDECREF(ended.result);
+  Py_DECREF(outcome.result);
+  PyErr_Restore(type, value, trace);
+  return nullptr;
 }
 
 // A call in a thread of its own, which the main thread waits for.
@@ -287,7 +304,8 @@ nb::object held_type() {
 }
 
 PyMethodDef methods[] = {
-    {"uninterrupted", &uninterrupted, METH_O, "Call a function where no signal handler runs."},
+    {"uninterrupted", &uninterrupted, METH_VARARGS,
+     "Call a function where no signal handler runs, and `lost` if one raises then."},
     {"aside", &aside, METH_VARARGS, "Call a function elsewhere, and another if a signal comes."},
     {"holding", &holding, METH_VARARGS,
      "Call a function while holding a lock; without `waits`, if it is free."},

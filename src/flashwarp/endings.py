@@ -26,13 +26,22 @@ from flashwarp.errors import ClosedError, CopyError
 T = TypeVar("T")
 
 
-def uninterrupted(act: Callable[[], T]) -> T:
+def uninterrupted(act: Callable[[], T], lost: Callable[[T], object] | None = None) -> T:
     """Call a function in a thread in which no signal handler runs.
 
     Python runs handlers in the main thread only. So a call from the main thread runs in another
-    thread, which takes about 10 us, and signals wait until it has returned.
+    thread, which takes about 10 us, and signals wait until it has returned. If a handler raises
+    then, the caller gets no result: `lost` ends what the function has returned.
     """
-    return _elsewhere(act, partial(_native.uninterrupted, act))
+    if lost is None:
+        return _elsewhere(act, partial(_native.uninterrupted, act))
+    made: list[T] = []
+
+    def make() -> T:
+        made.append(act())
+        return made[0]
+
+    return _elsewhere(make, partial(_native.uninterrupted, make, lambda: lost(made[0])))
 
 
 def aside(act: Callable[[], T], stop: Callable[[], object]) -> T:

@@ -406,7 +406,7 @@ class Cache(Closing):
         if self._wanted is not None:
             self._divide(self._wanted)
         if shared is not None:
-            self._share(shared, automatic)
+            endings.uninterrupted(partial(self._share, shared, automatic), lambda _: self._close())
         elif self._wanted is not None and self._asked_device is not None:
             self._allocate(self._asked_device)
 

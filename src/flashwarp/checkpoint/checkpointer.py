@@ -129,15 +129,10 @@ class Checkpointer(endings.Closing):
         make = partial(self._make, resolve(device), cache_bytes, remote)
         # As a whole: a signal would leave threads and the lock of the rank to nobody. But the wait
         # for other ranks can be interrupted.
-        try:
-            if self.settings.votes is None:
-                endings.uninterrupted(make)
-            else:
-                make()
-        except BaseException:
-            if hasattr(self, "_registered"):  # all is made: a signal came meanwhile
-                endings.uninterrupted(partial(self._close, []))
-            raise
+        if self.settings.votes is None:
+            endings.uninterrupted(make, lambda _: self._close([]))
+        else:
+            make()
 
     def _make(
         self,

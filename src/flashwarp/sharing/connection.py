@@ -13,6 +13,7 @@ import select
 import socket
 import time
 import weakref
+from functools import partial
 from typing import Any, NoReturn
 
 from flashwarp import config, endings
@@ -129,6 +130,13 @@ class Connection:
         return message
 
     def _exchange(self, body: dict[str, Any], payload: bytes) -> Message:
+        """Send a message and return the answer; a signal waits, for as long as an answer may take.
+
+        In between it would leave a connection that nobody can use, and descriptors to nobody.
+        """
+        return endings.uninterrupted(partial(self._exchange_now, body, payload))
+
+    def _exchange_now(self, body: dict[str, Any], payload: bytes) -> Message:
         with self._guard:
             self.check()
             limit = limit_s()

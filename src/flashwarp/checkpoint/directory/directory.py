@@ -185,10 +185,11 @@ class Directory(Catalog):
             self._writers[key] = None
         try:
             with self._turn(version):
-                writer = endings.uninterrupted(partial(self._begin, folder, record, replace))
+                begin = partial(self._begin, folder, record, replace)
+                writer = endings.uninterrupted(begin, VersionWriter.abort)
         except BaseException:
             with self._guard:
-                del self._writers[key]
+                self._writers.pop(key, None)
             self._release_if_idle()
             raise
         with self._guard:
