@@ -153,6 +153,27 @@ def test_a_discard_that_the_remote_store_refused_is_asked_again(
             checkpointer.discard(7)
 
 
+def test_a_discarded_version_does_not_come_back_from_a_store_that_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote=tmp_path / "remote") as checkpointer:
+        save(checkpointer, 7, [1.0])
+        checkpointer.wait(7, tier="remote")
+        Refusing(checkpointer, monkeypatch)
+        with pytest.raises(PathError):
+            checkpointer.discard(7)
+
+    with opened(tmp_path, remote=tmp_path / "remote") as checkpointer:
+        assert checkpointer.versions() == []
+        with pytest.raises(MissingVersionError):
+            checkpointer.restart(7)
+        clock = time.monotonic()
+        while files_of(tmp_path / "remote"):
+            assert time.monotonic() - clock < WAIT_S
+            time.sleep(0.01)
+    assert files_of(tmp_path / "local") == [], "the note of it is gone, too"
+
+
 def test_waiting_for_the_remote_store_stores_versions_of_earlier_runs(tmp_path: Path) -> None:
     with opened(tmp_path) as checkpointer:
         for version in range(3):
@@ -367,6 +388,8 @@ def test_a_restart_that_fails_says_which_arrays_it_has_filled(tmp_path: Path) ->
 # Signals.
 
 
+# A handler that raises in a callback of the garbage collector is reported, and ends nothing.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_at_any_time_leaves_a_checkpointer_usable(tmp_path: Path) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

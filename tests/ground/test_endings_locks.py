@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -198,3 +199,21 @@ def test_a_pool_that_is_left_by_an_exception_cancels_what_has_not_begun() -> Non
 
     assert waiting[0].result(0) is True
     assert all(each.cancelled() for each in waiting[1:])
+
+
+def test_what_an_interrupted_caller_does_not_get_is_ended(
+    interrupts: Callable[[float], None],
+) -> None:
+    ended: list[str] = []
+
+    def make() -> str:
+        interrupts(0.01)
+        time.sleep(0.1)
+        return "made"
+
+    with pytest.raises(KeyboardInterrupt):
+        endings.uninterrupted(make, ended.append)
+
+    assert ended == ["made"]
+    assert endings.uninterrupted(lambda: "kept", ended.append) == "kept"
+    assert ended == ["made"]

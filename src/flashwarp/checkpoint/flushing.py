@@ -217,6 +217,7 @@ class Uploader:
                     due_ns = core.now_ns() + int(delay_s * 1e9)
                     core.leftovers[key] = due_ns, min(2 * delay_s, _RETRY_MAX_S)
         else:
+            self._directory.forget_discarded(*key)
             with core.changed:
                 core.leftovers.pop(key, None)
 
@@ -248,6 +249,7 @@ class Uploader:
         with self._directory.open(*entry.key) as reader:
             # Another version of this number may be there, of an earlier run or a store that failed.
             stored = self._remote.upload(_Wanted(reader, entry), replace=True)
+        self._directory.forget_discarded(*entry.key)
         if stored:
             self._core.mover.moved("to remote", entry.data_bytes, began_ns)
         if entry.discarded:

@@ -150,7 +150,13 @@ class Storing:
 
         Each removal gets the error of its name, if there is one.
         """
-        for name, some in _by_name(each for each in removals if each.stored):
+        # First: a copy that stays must not come back, whatever happens to this process.
+        for name, some in _by_name(each for each in removals if each.remote):
+            try:
+                self._directory.note_discarded(name, [each.entry.key[1] for each in some])
+            except (FlashwarpError, OSError) as error:
+                self._stays(name, some, error)
+        for name, some in _by_name(each for each in removals if each.stored and not each.error):
             versions = [each.entry.key[1] for each in some]
             try:
                 self._directory.discard_all(name, versions)
@@ -168,6 +174,9 @@ class Storing:
                     for each in some:
                         each.error = error
                         self._core.leftovers[each.entry.key] = 0, self._core.settings.retry_s
+            else:
+                for each in some:
+                    self._directory.forget_discarded(*each.entry.key)
 
     def _stays(self, name: str, removals: list[Removal], error: BaseException) -> None:
         """Note what the folder still has of versions that it refused to remove."""

@@ -248,7 +248,7 @@ class System:
         for name, version in self.core.leftovers:
             _log.warning(
                 "version %d of %r was discarded, and stays in the remote store, which refused to "
-                "remove it: the next run finds it there, and may discard it again",
+                "remove it: the next run asks it again",
                 version,
                 name,
             )
@@ -267,11 +267,15 @@ class System:
         try:
             core.listing[token] = gone
             found = set(self.directory.versions(name))
-            remote = self._remote_versions(name)
+            discarded = self.directory.discarded(name)
+            remote = self._remote_versions(name) - discarded
             if self.commits is not None:
                 found, remote = (self._of_all_ranks(name, each) for each in (found, remote))
             with core.changed:
                 core.whole(partial(self._note_listed, name, found, remote, gone))
+                if self.remote is not None and not self._settings.read_only:
+                    for version in discarded - core.listed[name]:
+                        core.leftovers.setdefault((name, version), (0, self._settings.retry_s))
         finally:
             core.listing.pop(token, None)
 
@@ -429,6 +433,7 @@ class System:
         core = self.core
         with core.locked():
             remote = entry.remote or entry.key in core.in_remote or entry.key in core.leftovers
+            remote = remote or entry.key[0] in self._remote_unknown
             removal = Removal(entry, entry.stored, remote)
             if entry.discarded:
                 removal.done = True

@@ -234,6 +234,25 @@ class Directory(Catalog):
             writer.commit()
         return True
 
+    def note_discarded(self, name: str, versions: Iterable[int]) -> None:
+        """Note, durably, that versions are discarded of which another store may have copies."""
+        folder = self._folder(name)
+        self._make_folder(folder)
+        for version in versions:
+            try:
+                (folder / names.discarded_name(version)).touch()
+            except OSError as error:
+                raise files.write_error(error, str(folder / "")) from error
+        sync_folder(folder)
+
+    def forget_discarded(self, name: str, version: int) -> None:
+        """Remove such a note: there are no copies any more, or none that is not of the version."""
+        _remove(self._folder(name) / names.discarded_name(version))
+
+    def discarded(self, name: str) -> set[int]:
+        """Return the versions of this rank that have such notes."""
+        return set(names.versions_among(self._listed(*self._folders(name, None)), "discarded"))
+
     def may_be(self, name: str, version: int, identity: str) -> bool:
         """Return whether a version that cannot be read here may be the one of an identity.
 
