@@ -5,7 +5,7 @@ Addresses are ints. Calls that may wait release the GIL; failed I/O raises OSErr
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from typing_extensions import Buffer
 
@@ -55,11 +55,26 @@ def crc32c_portable(source: object, value: int = 0) -> int: ...
 def crc32c_combine(first: int, second: int, second_nbytes: int) -> int: ...
 def crc32c_chunks(source: object, chunk_bytes: int, first_bytes: int) -> bytes: ...
 def crc32c_engine() -> str: ...
-def uninterrupted(act: Callable[[], _T]) -> _T:
-    """Call a function where no signal handler runs."""
+def uninterrupted(act: Callable[[], _T], lost: Callable[[], object] | None = None) -> _T:
+    """
+    Call a function where no signal handler runs, and `lost` if one raises then.
+    """
 
+def aside(act: Callable[[], _T], stop: Callable[[], object]) -> _T:
+    """Call a function elsewhere, and another if a signal comes."""
+
+@overload
 def holding(lock: object, act: Callable[[], _T]) -> _T:
-    """Call a function while holding a lock."""
+    """Call a function while holding a lock; without `waits`, if it is free."""
+
+@overload
+def holding(lock: object, act: Callable[[], _T], waits: bool) -> _T | None: ...
+def released(lock: object, waiter: object, seconds: float) -> bool:
+    """Wait for a lock without another one."""
+
+class Held:
+    def __enter__(self) -> bool: ...
+    def __exit__(self, *exception: object) -> None: ...
 
 class Storage:
     @property

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from flashwarp import endings
+
 __all__ = ["SLOW_S", "STEP_MAX_S", "Waited", "saying_if_slow", "until"]
 
 SLOW_S = 1.0
@@ -66,7 +68,7 @@ def saying_if_slow(log: logging.Logger, doing: str, *arguments: object) -> Itera
         SLOW_S, log.warning, (f"{doing} takes longer than %g s", *arguments, SLOW_S)
     )
     timer.daemon = True
-    timer.start()
+    endings.start(timer)
     try:
         yield
     finally:

@@ -3,15 +3,19 @@
 One registry knows every open array. When the interpreter ends, or the array's device is closed, the
 registry flushes and closes it, whichever code still holds it. A forked child owns no array of its
 parent. `uninterrupted` and `holding` keep signal handlers that raise, such as that of Ctrl-C, out
-of steps that must be done as a whole.
+of steps that must be done as a whole. The locks, events and threads of the library are those of
+this module: a handler that raises can leave those of `threading` taken for ever.
 """
 
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
+import contextlib
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, Self, SupportsIndex, TypeVar
@@ -22,17 +26,38 @@ from flashwarp.errors import ClosedError, CopyError
 T = TypeVar("T")
 
 
-def uninterrupted(act: Callable[[], T]) -> T:
+def uninterrupted(act: Callable[[], T], lost: Callable[[T], object] | None = None) -> T:
     """Call a function in a thread in which no signal handler runs.
 
     Python runs handlers in the main thread only. So a call from the main thread runs in another
-    thread, which takes 50 us, and signals wait until it has returned.
+    thread, which takes about 10 us, and signals wait until it has returned. If a handler raises
+    then, the caller gets no result: `lost` ends what the function has returned.
     """
-    if threading.get_ident() != threading.main_thread().ident:
+    if lost is None:
+        return _elsewhere(act, partial(_native.uninterrupted, act))
+    made: list[T] = []
+
+    def make() -> T:
+        made.append(act())
+        return made[0]
+
+    return _elsewhere(make, partial(_native.uninterrupted, make, lambda: lost(made[0])))
+
+
+def aside(act: Callable[[], T], stop: Callable[[], object]) -> T:
+    """Call a function as `uninterrupted` does, but call `stop` at once if a handler raises.
+
+    The function should end soon then. Its end is waited for, and what the handler raised comes out.
+    """
+    return _elsewhere(act, partial(_native.aside, act, stop))
+
+
+def _elsewhere(act: Callable[[], T], make: Callable[[], T]) -> T:
+    if threading.get_ident() != threading.main_thread().ident or sys.is_finalizing():
         return act()
     handled = sys.exception()
     try:
-        return _native.uninterrupted(act)
+        return make()
     except BaseException as error:
         # The other thread knows nothing of an exception that is being handled here, as at the end
         # of a `with` statement. Without this, that exception would be lost.
@@ -52,6 +77,160 @@ def holding(locks: Sequence[object], act: Callable[[], T]) -> T:
     for lock in locks[:0:-1]:
         act = partial(_native.holding, lock, act)
     return _native.holding(locks[0], act) if locks else act()
+
+
+_RLock: Any = type(threading.RLock())
+
+
+class Lock(_native.Held, _RLock):  # type: ignore[misc]
+    """A lock for ``with`` statements; the thread that holds it may take it again.
+
+    Wherever a signal handler raises, the end of the statement releases it. Those of `threading` can
+    stay taken: between two lines, and conditions also between their own.
+    """
+
+
+class Condition(_native.Held, threading.Condition):
+    """A condition whose lock no signal handler leaves taken, or leaves free in a statement."""
+
+    def __init__(self, lock: Lock | None = None) -> None:
+        self._lock: Any = lock or Lock()
+        self._waiters: deque[Any]
+        super().__init__(self._lock)
+        # `uninterrupted` calls in another thread, for the one that has the lock.
+        self._is_owned = lambda: True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until notified; return False if the time has passed. Then the lock is held again."""
+        waiter = threading.Lock()  # of this call alone
+        waiter.acquire()
+        self._waiters.append(waiter)
+        try:
+            return _native.released(self._lock, waiter, -1 if timeout is None else timeout)
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiters.remove(waiter)
+
+
+class Event(threading.Event):
+    """An event that stays usable if a signal handler raises in its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cond = Condition()
+
+
+class Future(concurrent.futures.Future[T]):
+    """A future that stays usable if a signal handler raises in its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = Condition()
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread, as a whole: one that is half started can wait for its starter for ever."""
+    uninterrupted(thread.start)
+
+
+class Pool:
+    """Threads that make calls. `concurrent.futures` has locks that a signal handler leaves taken.
+
+    Parameters
+    ----------
+    threads : int
+        How many, at most.
+    name : str
+        Of the threads, with a number.
+    queued_max : int, optional
+        `submit` waits while so many calls have not ended. Default: it never waits.
+    """
+
+    def __init__(self, threads: int, name: str, queued_max: int | None = None) -> None:
+        self._most = threads
+        self._name = name
+        self._queued_max = queued_max
+        lock = Lock()
+        self._work, self._room = Condition(lock), Condition(lock)
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._under_way = 0
+        self._closed = False
+
+    def submit(self, act: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Call a function in one of the threads; in this one if they, or the interpreter, end."""
+        future: Future[T] = Future()
+        call = future, partial(act, *arguments)
+        with self._room:
+            # Without a limit: each call in front has those of its own waits.
+            while self._queued_max is not None and self._under_way >= self._queued_max:
+                self._room.wait()
+            queued = uninterrupted(partial(self._enter, call))
+        if not queued:
+            _settle(*call)
+        return future
+
+    def _enter(self, call: tuple[Future[Any], Callable[[], Any]]) -> bool:
+        if self._closed or _ended:
+            return False
+        if self._under_way >= len(self._threads) < self._most:
+            name = f"{self._name}_{len(self._threads)}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the process has no thread left
+                if not self._threads:
+                    return False
+            else:
+                self._threads.append(thread)
+        self._calls.append(call)
+        self._under_way += 1
+        self._work.notify()
+        return True
+
+    def _run(self) -> None:
+        while True:
+            with self._work:
+                while not self._calls:
+                    if self._closed:
+                        return
+                    self._work.wait()
+                call = self._calls.popleft()
+            _settle(*call)
+            del call  # it may hold memory
+            with self._room:
+                self._under_way -= 1
+                self._room.notify()
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Wait for all calls, and end the threads; or cancel those that have not begun.
+
+        May be called twice.
+        """
+        with self._work:
+            self._closed = True
+            while cancel and self._calls:
+                self._calls.popleft()[0].cancel()
+                self._under_way -= 1
+            self._work.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close(cancel=exception[0] is not None)
+
+
+def _settle(future: Future[Any], act: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(act())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class Open(Protocol):

@@ -1,17 +1,24 @@
 """Kill -9 of a process that runs a checkpointer, at random times: no durable version is lost.
 
 Children checkpoint, restart, prefetch and discard, and report through a pipe which versions were
-durable. The parent kills each, opens the folder, and checks every byte of every version.
+durable. The parent kills each, opens the folder, and checks every byte of every version. Others
+write few numbers again and again, beside stores that refuse, lose answers or are full: no place may
+give another version of a number than the last.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import os
 import random
+import shutil
 import signal
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +29,7 @@ from flashwarp.checkpoint.checkpointer import Checkpointer
 from flashwarp.checkpoint.directory import Directory
 from flashwarp.checkpoint.storing import Storing
 from flashwarp.checkpoint.tier import Entry
+from flashwarp.errors import MissingVersionError, PathError, RemoteError
 
 KILLS = int(os.environ.get("FLASHWARP_KILLS", "20"))
 KEPT = 12
@@ -77,28 +85,35 @@ def use(path: Path, pipe: int, seed: int) -> None:
 
 
 def run_and_kill(path: Path, chooser: random.Random) -> list[tuple[str, int]]:
-    reading, writing = os.pipe()
     seed = chooser.randrange(1 << 30)
+    return killed_after(chooser, lambda pipe: use(path, pipe, seed))
+
+
+def killed_after(
+    chooser: random.Random, run: Callable[[int], None], waits: tuple[int, ...] = (0, 0, 1, 3, 8)
+) -> list[Any]:
+    """Run a child until it is killed; return the events that it has reported."""
+    reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            use(path, writing, seed)
+            run(writing)
         except BaseException:
             traceback.print_exc()
         os._exit(1)
     os.close(writing)
-    wait_for = chooser.choice((0, 0, 1, 3, 8))
+    wait_for = chooser.choice(waits)
     reports = b""
     while reports.count(b"\n") < wait_for and (piece := os.read(reading, 4096)):
         reports += piece
     time.sleep(chooser.random() * 0.04)
     os.kill(child, signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), f"the child ended by itself (seed {seed})"
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child ended by itself"
     while piece := os.read(reading, 4096):
         reports += piece
     os.close(reading)
     lines = [line.split() for line in reports.decode().splitlines()]
-    return [(kind, int(version)) for kind, version in lines]
+    return [(kind, *map(int, numbers)) for kind, *numbers in lines]
 
 
 def check(path: Path, durable: set[int], maybe: set[int], where: str) -> set[int]:
@@ -226,6 +241,130 @@ def test_kills_of_ranks_leave_versions_of_all_ranks_or_none(tmp_path: Path) -> N
         durable = check_ranks(tmp_path, durable.union(*reported), f"kill {kill}")
     print(f"{RANKS * max(KILLS // 4, 1)} kills of ranks, {count} reported durable")
     assert count > 0
+
+
+# Versions that are written again, and stores that fail for a while. The contents of a version are
+# the count of all that were written, so an old copy shows.
+
+NUMBERS = 4
+REWRITE_KILLS = max(KILLS // 2, 1)
+
+
+def break_stores(checkpointer: Checkpointer, chooser: random.Random) -> None:
+    """Let the folder be full now and then, and the second store refuse, or lose its answer."""
+
+    def failing(act: Callable[..., Any], share: float, error: Callable[[], Exception]) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            lot = chooser.random()
+            if lot < share:
+                raise error()
+            found = act(*arguments, **options)
+            if lot < 2 * share and act.__name__ != "begin":
+                raise error()  # it is done, and nobody knows
+            return found
+
+        return call
+
+    system = checkpointer._system
+    full, refused = partial(PathError, errno.ENOSPC, "full", "x"), partial(RemoteError, "refused")
+    system.directory.begin = failing(system.directory.begin, 0.1, full)  # type: ignore[method-assign]
+    for name in ("upload", "discard_all"):
+        setattr(system.remote, name, failing(getattr(system.remote, name), 0.25, refused))
+
+
+def rewrite(path: Path, pipe: int, seed: int, run: int) -> None:
+    """Write, rewrite and discard until killed; each line of the pipe is what happened last."""
+    chooser = random.Random(seed)
+    checkpointer = opened_with_remote(path)
+    break_stores(checkpointer, chooser)
+    state = np.zeros(chooser.choice([50, 5000]), np.int64)
+    checkpointer.protect("state", state)
+    for count in itertools.count(10_000_000 * run):
+        version = chooser.randrange(NUMBERS)
+        with contextlib.suppress(MissingVersionError, RemoteError):
+            os.write(pipe, b"discard %d %d\n" % (version, count))
+            checkpointer.discard(version)
+        state[:] = count
+        os.write(pipe, b"begin %d %d\n" % (version, count))
+        saved = checkpointer.checkpoint(version)
+        with contextlib.suppress(PathError):
+            os.write(pipe, b"durable %d %d\n" % (saved.result(60), count))
+        if chooser.random() < 0.3 and version in checkpointer.versions():
+            with contextlib.suppress(RemoteError, PathError):
+                checkpointer.wait(version, tier="remote")
+                os.write(pipe, b"remote %d %d\n" % (version, count))
+        if chooser.random() < 0.3:
+            for each in checkpointer.versions():
+                size = checkpointer.recover_size(each, "state") // 8
+                found = checkpointer.restart(each, into={"state": np.zeros(size, np.int64)})
+                assert len(set(found["state"])) == 1
+
+
+def opened_with_remote(path: Path) -> Checkpointer:
+    config = {"timeout_s": 60, "retry_s": 0.005}
+    caches = ("64 KiB", "128 KiB")
+    return Checkpointer(path / "local", "cpu", *caches, path / "remote", 0, config)
+
+
+class Contents:
+    """Which contents each number may have: after its last event, and those of its last durable."""
+
+    def __init__(self) -> None:
+        self.local: dict[int, set[int | None]] = {n: {None} for n in range(NUMBERS)}
+        self.remote: dict[int, set[int | None]] = {n: {None} for n in range(NUMBERS)}
+
+    def note(self, event: str, version: int, count: int) -> None:
+        for place, settles in ((self.local, ("durable", "remote")), (self.remote, ("remote",))):
+            if event == "discard":
+                place[version] = place[version] | {None}
+            elif event == "begin":
+                place[version] = place[version] | {count}
+            elif event in settles:
+                place[version] = {count}
+        # Once a version is durable here, the older ones are gone here, and may be there.
+
+    def check(self, checkpointer: Checkpointer, place: str, why: str) -> None:
+        """Check that each number has what it may have in `place`, "local" or "remote"."""
+        may = self.local if place == "local" else self.remote
+        there = checkpointer.versions()
+        for version in range(NUMBERS):
+            found: int | None = None
+            if version in there:
+                state = checkpointer.restart(version)["state"]
+                assert len(set(state)) == 1, why
+                found = int(state[0])
+            assert found in may[version], f"{why}: version {version} is {found}, not of {may}"
+
+
+@pytest.mark.timeout(600 + 4 * REWRITE_KILLS)
+def test_no_store_gives_an_older_version_of_a_number_after_kills(tmp_path: Path) -> None:
+    contents, durable = Contents(), 0
+    for kill in range(REWRITE_KILLS):
+        chooser = random.Random(f"rewrites {kill}")
+        seed = chooser.randrange(1 << 30)
+        run = partial(rewrite, tmp_path, seed=seed, run=kill)
+        events = killed_after(chooser, run, waits=(0, 10, 40, 120))
+        for kind, version, count in events:
+            contents.note(kind, version, count)
+            durable += kind == "durable"
+        where = f"kill {kill}"
+        with opened_with_remote(tmp_path) as checkpointer:
+            contents.check(checkpointer, "local", where)
+            checkpointer.wait(tier="remote")
+            there = checkpointer.versions()
+            identities = {n: checkpointer._system.directory.identity("default", n) for n in there}
+            remote = checkpointer._system.remote
+            assert identities == {n: remote.identity("default", n) for n in there}, where
+            now = {n: int(checkpointer.restart(n)["state"][0]) for n in there}
+        contents.local = {n: {now.get(n)} for n in range(NUMBERS)}
+        contents.remote = {n: {now.get(n)} for n in range(NUMBERS)}
+        if chooser.random() < 0.3:  # the disk is lost
+            shutil.rmtree(tmp_path / "local")
+            with opened_with_remote(tmp_path) as checkpointer:
+                contents.check(checkpointer, "remote", f"{where}, then a loss of the disk")
+                checkpointer.wait(tier="remote")
+    print(f"{REWRITE_KILLS} kills, {durable} reported durable")
+    assert durable > REWRITE_KILLS / 2
 
 
 def test_the_suite_notices_versions_that_are_called_durable_too_early(

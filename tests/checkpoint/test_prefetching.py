@@ -279,7 +279,7 @@ def test_a_version_begins_once_all_pieces_of_the_one_before_are_on_their_way(
     until(lambda: faults.reads == mover._AT_A_TIME, "pieces of the first version are read")
     time.sleep(0.05)
 
-    assert core.storage_reads == 1, "two pieces of it are not on their way yet"
+    assert len(core.storage_reads) == 1, "two pieces of it are not on their way yet"
     faults.release()
     for version in range(2):
         checkpointer.restart(version)

@@ -83,7 +83,7 @@ def test_what_must_leave_for_a_version_that_waits_is_flushed_before_the_rest(
     host = checkpointer._core.tiers[0]
     writing = threading.Thread(target=checkpointer.checkpoint, args=(8,))
     writing.start()
-    until(lambda: host.demands == 1, "version 8 waits for room")
+    until(lambda: len(host.demands) == 1, "version 8 waits for room")
     faults.release()
     writing.join(WAIT_S)
     checkpointer.wait()
@@ -143,7 +143,7 @@ def test_a_flush_under_way_waits_while_storage_is_read(
         target=checkpointer.restart, args=(0,), kwargs={"into": {"state": state}}
     )
     reading.start()
-    until(lambda: checkpointer._core.storage_reads == 1, "storage is being read")
+    until(lambda: len(checkpointer._core.storage_reads) == 1, "storage is being read")
     faults.release_writes()
     time.sleep(0.2)
 
@@ -238,7 +238,9 @@ def test_a_flush_that_waits_for_room_lets_prefetches_have_it(
     until(lambda: len(host.lives) == 2, "the host cache is full")
     checkpointer.protect("state", np.zeros(2 * len(state)))  # which needs all of it
     checkpointer.checkpoint(3)
-    until(lambda: host.flushes_waiting == 1, "the flush of the GPU cache waits for host memory")
+    until(
+        lambda: len(host.flushes_waiting) == 1, "the flush of the GPU cache waits for host memory"
+    )
     for version in (3, 0):
         checkpointer.prefetch_enqueue(version)
 

@@ -3,6 +3,9 @@
 What must hold afterwards: the array is usable or closed and never between, `close` works, twice, a
 neighbour on a shared cache goes on in another thread, what was flushed is in the file, and no
 thread, descriptor or mapping of the files stays. Runs in a child of the nursery.
+
+`programs` interrupts whole programs, with checkpointers, pipelines, loaders, files and shared
+caches, at times that are drawn. Their `with` statements must end, and what was durable be there.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import gc
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -322,6 +326,179 @@ def at_times(seed: int, seconds: float) -> None:
             known.clear()
         tried += 1
     print(f"TRIED {tried}", flush=True)
+
+
+# Whole programs.
+
+
+def use_checkpointer(draw: random.Random) -> Callable[[], None]:
+    """Save, restore and discard versions; each has its number as contents."""
+    options: dict[str, Any] = {"timeout_s": LIMIT_S, "discard_consumed": draw.random() < 0.3}
+    caches = draw.choice([("64 KiB", "256 KiB"), (0, "64 KiB"), (0, 0)])
+    size = draw.choice([100, 3000, 300_000])
+    durable: set[int] = set()
+    gone: set[int] = set()
+
+    def run() -> None:
+        state = np.zeros(size)
+        with fw.Checkpointer("versions", "cpu", *caches, "remote", config=options) as it:
+            it.protect("state", state)
+            for version in range(6):
+                state[:] = version
+                saved = it.checkpoint(version, overlap=draw.random() < 0.3)
+                it.wait_staged()
+                it.prefetch_enqueue(draw.randrange(version + 1))
+                if draw.random() < 0.3:
+                    durable.add(saved.result(LIMIT_S))
+                if draw.random() < 0.3:
+                    it.versions(), it.stats, it.explain()
+                if draw.random() < 0.2:
+                    gone.add(version)
+                    it.discard(version)
+            for version in it.versions():
+                gone.update([version] if options["discard_consumed"] else [])
+                it.restart(version)
+            it.wait(tier=draw.choice(["ssd", "remote"]))
+
+    def examine() -> None:
+        with fw.Checkpointer("versions", "cpu", 0, 0, "remote", config=options) as it:
+            there = set(it.versions())
+            if not durable - gone <= there:
+                raise Wrong(f"lost versions {durable - gone - there}")
+            for version in there:
+                if (it.restart(version)["state"] != version).any():
+                    raise Wrong(f"version {version} is another one")
+
+    def whole() -> None:
+        try:
+            run()
+        finally:
+            in_thread(examine)
+
+    return whole
+
+
+def use_pipeline(draw: random.Random) -> Callable[[], None]:
+    np.save("rows.npy", ROWS)
+    workers = draw.choice([None, 1])
+    writes = draw.random() < 0.5
+
+    def run() -> None:
+        with (
+            fw.open("rows.npy", "r+", device="cpu", cache="16 KiB", line=512) as x,
+            fw.Pipeline(x, 8, workers=workers, library="numpy", timeout_s=LIMIT_S) as pipeline,
+        ):
+            for _ in range(6):
+                ids = np.array(draw.sample(range(64), 8))
+                pipeline.prefetch(ids)
+                if not (pipeline.synchronize() == ROWS[ids]).all():
+                    raise Wrong("wrong rows of a pipeline")
+                if writes:
+                    pipeline.write_back(ids, ROWS[ids])
+                    pipeline.write_back_synchronize()
+
+    return run
+
+
+def use_loader(draw: random.Random) -> Callable[[], None]:
+    import flashwarp.torch  # an extra
+
+    np.save("rows.npy", ROWS)
+
+    def run() -> None:
+        with fw.open("rows.npy", device="cpu", cache="16 KiB", line=512) as x:
+            for _ in range(2):
+                for batch in flashwarp.torch.Loader(x, 8, shuffle=True, seed=draw.randrange(9)):
+                    rows = np.asarray(batch[0] if isinstance(batch, tuple) else batch)
+                    if not (rows == ROWS[rows[:, 0] // 16]).all():
+                        raise Wrong("wrong rows of a loader")
+
+    return run
+
+
+def use_file(draw: random.Random) -> Callable[[], None]:
+    def run() -> None:
+        with fw.File.create("log.bin", 0, capacity="64 KiB", device="cpu", overwrite=True) as file:
+            for i in range(8):
+                file.append(np.full(100, i, "u1"))
+                if draw.random() < 0.5:
+                    file.sync()
+                at = 100 * draw.randrange(i + 1)
+                if len(set(bytes(file.read(at, 100)))) != 1:
+                    raise Wrong("wrong bytes of a file")
+
+    return run
+
+
+def use_shared(draw: random.Random) -> Callable[[], None]:
+    np.save("rows.npy", ROWS)
+    os.environ["FLASHWARP_RUNTIME_DIR"] = str(Path("run").absolute())
+
+    def run() -> None:
+        with (
+            fw.Cache("64 KiB", shared="rows", device="cpu", line=512),
+            fw.Cache(shared="rows") as client,
+            fw.open("rows.npy", "r+", cache=client) as x,
+        ):
+            for _ in range(4):
+                ids = np.array(draw.sample(range(64), 8))
+                if not (x.gather(ids) == ROWS[ids]).all():
+                    raise Wrong("wrong rows of a shared cache")
+                x[ids] = ROWS[ids]
+                x.flush()
+
+    return run
+
+
+PROGRAMS: dict[str, Callable[[random.Random], Callable[[], None]]] = {
+    "checkpointer": use_checkpointer,
+    "pipeline": use_pipeline,
+    "loader": use_loader,
+    "file": use_file,
+    "shared": use_shared,
+}
+
+
+def interrupted_at(delay: float, program: Callable[[], None]) -> float:
+    """Run a program until it ends, or a signal comes; return the seconds that it took."""
+    begin = time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, delay)
+            program()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    return time.monotonic() - begin
+
+
+def programs(name: str, seed: int, first: int, count: int) -> None:
+    """Interrupt programs of a kind, each at a time of its run that is drawn; print what fails."""
+
+    def interrupted(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupted)
+    took = 0.0
+    for number in range(-2, count):
+        draw = random.Random(f"{seed} {name} {first + number}")
+        folder = Path(f"{number + 2}").absolute()
+        folder.mkdir()
+        with contextlib.chdir(folder):
+            delay = 1e-6 + draw.random() * took if number >= 0 else 0.0
+            print(f"AT {first + number} {name} {delay}", flush=True)
+            before, seconds = Left.now(), 0.0
+            try:
+                seconds = interrupted_at(delay, PROGRAMS[name](draw))
+                if seconds > took + LIMIT_S / 2:
+                    raise Wrong(f"it took {seconds:g} s to end")
+                if number >= 0:
+                    before.check()
+            except BaseException as error:
+                print(f"WRONG {first + number} {name} {delay}: {error!r}", flush=True)
+            # The second run, without a signal, is warm.
+            took = seconds if number == -1 else took
+        shutil.rmtree(folder)
+    print(f"TRIED {count}", flush=True)
 
 
 warnings.simplefilter("ignore", ResourceWarning)

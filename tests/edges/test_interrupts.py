@@ -55,3 +55,17 @@ def test_signal_at_any_time(tmp_path: Path) -> None:
     failures, _ = failures_of(call, tmp_path / "signals", 60 + 2 * budget.SECONDS)
 
     assert not failures, f"seed {budget.SEED}:\n" + "\n".join(failures)
+
+
+@pytest.mark.timeout(600 + 10 * budget.INTERRUPTED_PROGRAMS)
+@pytest.mark.parametrize("name", ["checkpointer", "pipeline", "loader", "file", "shared"])
+def test_signal_at_any_time_of_a_program(tmp_path: Path, name: str) -> None:
+    if name == "loader":
+        pytest.importorskip("torch")
+    failures: list[str] = []
+    for first in range(0, budget.INTERRUPTED_PROGRAMS, 50):
+        count = min(50, budget.INTERRUPTED_PROGRAMS - first)
+        call = f"programs({name!r}, {budget.SEED}, {first}, {count})"
+        failures += failures_of(call, tmp_path / str(first), 120 + 10 * count)[0]
+
+    assert not failures, f"seed {budget.SEED}:\n" + "\n".join(failures)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -281,3 +283,28 @@ def test_commands_say_what_is_missing(tmp_path: Path) -> None:
         run("compare", "loop", "--sizes", "many")
     with pytest.raises(CacheError, match="none of"):
         run("replay", "loop", "--policy", "mru")
+
+
+def test_a_damaged_trace_is_a_typed_error_or_a_trace(tmp_path: Path) -> None:
+    path, draw = tmp_path / "t.npz", random.Random(1)
+    Trace(np.arange(300) % 7, 4096, "sound").save(path)
+    sound, refused = path.read_bytes(), 0
+
+    for _ in range(600):
+        damaged = bytearray(sound)
+        for _ in range(draw.choice([1, 1, 3])):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        path.write_bytes(damaged[: draw.choice([len(damaged), draw.randrange(len(damaged))])])
+        try:
+            found = Trace.load(path)
+        except FileFormatError:
+            refused += 1
+        else:
+            assert found.lines.max() < 7
+    assert refused > 100
+
+
+@pytest.mark.parametrize("line_bytes", [0, -4096, "4096", 1.5])
+def test_lines_of_no_size_are_refused(line_bytes: Any) -> None:
+    with pytest.raises(ArgumentError, match="line_bytes"):
+        Trace(np.arange(3), line_bytes, "none")

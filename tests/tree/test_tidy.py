@@ -248,6 +248,74 @@ def test_only_the_driver_imports_cuda(path: Path) -> None:
     )
 
 
+# What a signal handler can leave taken. `flashwarp.endings` has the same without that fault.
+LOST_TO_SIGNALS = {
+    *("Lock", "RLock", "Condition", "Event", "Semaphore", "BoundedSemaphore", "Barrier", "Timer"),
+    *("ThreadPoolExecutor", "Queue", "LifoQueue", "PriorityQueue"),
+}
+# By file and source: why it is right there.
+MAY_BE_LOST = {
+    ("endings.py", "threading.RLock()"): "its type is the base of `Lock`",
+    ("endings.py", "threading.Lock()"): "of one wait, and taken and given in one native step",
+    ("endings.py", "waiter.acquire()"): "nobody else has it yet",
+    ("endings.py", "thread.start()"): "called where no handler runs",
+    ("_waiting.py", "threading.Timer"): "nobody waits for its thread, a daemon",
+    ("lease.py", "_keeper.start()"): "not a thread: it starts one, as it should",
+}
+# Programs of their own, which a signal ends.
+ARE_PROGRAMS = {"bench", "demo", "probe", "testing", "array", "interop"}
+
+
+def locks_lost_to_signals(text: str) -> Iterator[str]:
+    """Yield where a source makes, or takes outside of `with`, what a signal can leave taken."""
+    has_threads = "threading.Thread(" in text
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        begin, _, last = name.rpartition(".")
+        origin = rf"from (threading|queue|concurrent.*) import .*\b{last}\b"
+        ours = not begin and not re.search(origin, text)
+        made = last in LOST_TO_SIGNALS and begin in ("", "threading", "queue") and not ours
+        started = last == "start" and has_threads and not node.args
+        # Other things that are acquired have arguments of their own.
+        plain = all(isinstance(each, ast.Constant) for each in node.args)
+        taken = bool(begin) and last == "acquire" and plain
+        if made or started or taken:
+            yield name if last == "Timer" else ast.unparse(node)
+
+
+@each(python_files)
+def test_no_signal_leaves_a_lock_taken(path: Path) -> None:
+    if room_of_module(module_of(path)) in ARE_PROGRAMS:
+        return
+    calls = locks_lost_to_signals(text_of(path))
+    found = [each for each in calls if (path.name, each) not in MAY_BE_LOST]
+
+    assert found == [], "take it from `flashwarp.endings`, or say in MAY_BE_LOST why it is right"
+
+
+def test_locks_that_a_signal_leaves_taken_are_found() -> None:
+    source = """
+from concurrent.futures import ThreadPoolExecutor
+lock, ready, threads = threading.RLock(), threading.Event(), ThreadPoolExecutor(2)
+threading.Thread(target=run).start()
+turn.acquire(blocking=False)
+with lock:
+    endings.start(thread)
+"""
+
+    found = list(locks_lost_to_signals(source))
+
+    assert sorted(found) == [
+        "ThreadPoolExecutor(2)",
+        "threading.Event()",
+        "threading.RLock()",
+        "threading.Thread(target=run).start()",
+        "turn.acquire(blocking=False)",
+    ]
+
+
 def test_import_brings_no_optional_package() -> None:
     script = (
         "import flashwarp, flashwarp.testing, sys; "

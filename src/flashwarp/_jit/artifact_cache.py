@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import struct
-import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -223,7 +222,7 @@ class _Memory:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._entries: dict[str, Entry] = {}
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
 
     def get(self, key: str) -> Entry | None:
         entry = self._entries.get(key)

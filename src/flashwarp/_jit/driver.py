@@ -17,13 +17,12 @@ import importlib
 import itertools
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashwarp import _native
+from flashwarp import _native, endings
 from flashwarp._waiting import until
 from flashwarp.errors import (
     ArgumentError,
@@ -198,7 +197,7 @@ class Context:
             )
         self.ordinal = ordinal
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self._device = _call("cuDeviceGet", ordinal)
         self._handle = _call(
             "cuDevicePrimaryCtxRetain", self._device, doing=f"opening cuda:{ordinal}"
@@ -207,7 +206,7 @@ class Context:
         # Events at the ends of launches that wait for the host, and such that are free again.
         self._served: dict[int, object] = {}
         # A finalizer may come in between.
-        self._served_lock = threading.RLock()
+        self._served_lock = endings.Lock()
         self._spare_events: list[int] = []
         try:
             self.calls = _native.CudaContext(int(self._handle))

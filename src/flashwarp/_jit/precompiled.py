@@ -11,10 +11,9 @@ import logging
 import lzma
 import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from flashwarp import _native
+from flashwarp import _native, endings
 from flashwarp._jit import compiler
 from flashwarp._jit.artifact_cache import decode, encode
 from flashwarp.errors import CompileError
@@ -75,8 +74,9 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     wanted = ARCHITECTURES if "all" in architectures else tuple(map(_number, architectures))
     files = [(f"sm_{arch}", policy) for policy in policies for arch in sorted(set(wanted))]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda file: _build(folder, *file), files))
+    with endings.Pool(os.cpu_count() or 1, "flashwarp-build") as pool:
+        for build in [pool.submit(_build, folder, *file) for file in files]:
+            build.result()
 
 
 def _number(architecture: str) -> int:

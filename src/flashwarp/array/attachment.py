@@ -399,7 +399,7 @@ class Attachment(endings.NotCopied):
             return
         turn = self.cache.turn
         # This thread may be in the middle of a call, or of `close`, which holds the turn.
-        if not turn._is_owned() and turn.acquire(blocking=False):  # type: ignore[attr-defined]
+        if not turn._is_owned() and turn.acquire(blocking=False):
             try:
                 self._close_or_raise()
             finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 import time
 import weakref
 from dataclasses import dataclass, field, replace
@@ -116,7 +115,7 @@ class FailureSequence:
         self._log = log
         self._device = device
         self._stream = stream
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         # For the extension: the address of the first number, bytes to the next, and how many.
         stride = ctypes.sizeof(FailureStruct)
         address = ctypes.addressof(entries) + FailureStruct.number.offset
@@ -388,10 +387,10 @@ class Cache(Closing):
         self.host_capacity = 0
         self._tier_frames: DeviceMemory | None = None
         # Reentrant: the garbage collector may close a lost array in the middle of `attach`.
-        self._lock = threading.RLock()
+        self._lock = endings.Lock()
         # Arrays that share the cache take turns: a kernel of one may finish another's commands, so
         # no array may close while a kernel runs.
-        self.turn = threading.RLock()
+        self.turn = endings.Lock()
         # Streams with calls that the library has not waited for.
         self.streams: set[int] = set()
         self._volumes: dict[int, Volume] = {}
@@ -407,7 +406,7 @@ class Cache(Closing):
         if self._wanted is not None:
             self._divide(self._wanted)
         if shared is not None:
-            self._share(shared, automatic)
+            endings.uninterrupted(partial(self._share, shared, automatic), lambda _: self._close())
         elif self._wanted is not None and self._asked_device is not None:
             self._allocate(self._asked_device)
 
@@ -763,7 +762,7 @@ class Cache(Closing):
         # Store-load order against visitors, which count themselves and then load `attached`: on a
         # GPU the store has reached memory before the load below begins. On the CPU device it needs
         # a barrier between, which a lock gives.
-        with threading.Lock():
+        with endings.Lock():
             end = time.monotonic() + timeout_s
         while inside := self._visitors(volume):
             if time.monotonic() >= end:

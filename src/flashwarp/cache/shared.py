@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from flashwarp import endings
 from flashwarp.cache.structs import EPOCH_BYTES, GeometryStruct
 from flashwarp.device import Device, DeviceMemory, find, shared_memory
 from flashwarp.device.memory import Exported
@@ -221,7 +221,7 @@ class Client:
     stage: shared_memory.Mapped
     arrays: set[object] = field(default_factory=set)
     """Those that are open."""
-    guard: threading.Lock = field(default_factory=threading.Lock)
+    guard: endings.Lock = field(default_factory=endings.Lock)
 
     @classmethod
     def of(cls, connection: Connection, device: Device | None) -> Client:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flashwarp.checkpoint.region import Region, numpy_dtype
+from flashwarp.checkpoint.region import Region, dtype_text, numpy_dtype
 from flashwarp.device import Device
 from flashwarp.device.foreign import ArrayView, view
 from flashwarp.errors import ArgumentError, CheckpointError, DtypeError
@@ -232,7 +232,7 @@ def _view(name: str, array: object, device: Device) -> tuple[str, ArrayView]:
         if not hasattr(array, "data_ptr"):
             raise
         return _view_unknown_to_numpy(array, stream)
-    return found.dtype.str, found
+    return dtype_text(found.dtype), found
 
 
 def _view_unknown_to_numpy(tensor: Any, stream: object) -> tuple[str, ArrayView]:

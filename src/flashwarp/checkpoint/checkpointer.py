@@ -14,25 +14,31 @@ from flashwarp import endings
 from flashwarp.checkpoint import report
 from flashwarp.checkpoint.capture import Bytes, RegionSet
 from flashwarp.checkpoint.directory import Catalog
-from flashwarp.checkpoint.directory.names import check_name, check_version, rank_of_process
+from flashwarp.checkpoint.directory.names import (
+    check_name,
+    check_version,
+    identity_of,
+    rank_of_process,
+)
 from flashwarp.checkpoint.durability import Durability
-from flashwarp.checkpoint.flushing import note_room
 from flashwarp.checkpoint.futures import Saved
 from flashwarp.checkpoint.lookup import Lookup
 from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.report import CheckpointStats
-from flashwarp.checkpoint.restoring import Restorer
+from flashwarp.checkpoint.restoring import Restore, Restorer
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.stager import Stager
+from flashwarp.checkpoint.storing import Removal
 from flashwarp.checkpoint.system import System
 from flashwarp.checkpoint.targets import give, targets_of
 from flashwarp.checkpoint.tier import Entry, Key
 from flashwarp.config import SIZE_MAX, choice, flag, integer, number, parse_bytes
-from flashwarp.device import resolve
+from flashwarp.device import Device, resolve
 from flashwarp.errors import (
     ArgumentError,
     CheckpointError,
     ExistingVersionError,
+    MissingVersionError,
     ReadOnlyError,
 )
 
@@ -119,14 +125,22 @@ class Checkpointer(endings.Closing):
         self.settings = Settings.of(config)
         self.path = os.fspath(path)
         self.rank = rank_of_process(rank)
-        self._system = System(
-            self.path,
-            resolve(device),
-            (parse_bytes(gpu_cache, "gpu_cache"), parse_bytes(host_cache, "host_cache")),
-            remote,
-            self.rank,
-            self.settings,
-        )
+        cache_bytes = parse_bytes(gpu_cache, "gpu_cache"), parse_bytes(host_cache, "host_cache")
+        make = partial(self._make, resolve(device), cache_bytes, remote)
+        # As a whole: a signal would leave threads and the lock of the rank to nobody. But the wait
+        # for other ranks can be interrupted.
+        if self.settings.votes is None:
+            endings.uninterrupted(make, lambda _: self._close([]))
+        else:
+            make()
+
+    def _make(
+        self,
+        device: Device,
+        cache_bytes: tuple[int, int],
+        remote: str | os.PathLike[str] | Catalog | None,
+    ) -> None:
+        self._system = System(self.path, device, cache_bytes, remote, self.rank, self.settings)
         self.device = self._system.device
         self._core = self._system.core
         self._directory = self._system.directory
@@ -222,23 +236,37 @@ class Checkpointer(endings.Closing):
             raise ReadOnlyError("the checkpointer was opened with read_only: open a writable one")
         self._lookup.know(name)
         sources = self._collect(only)
-        entry = Entry(key, tuple(source.region for source in sources))
+        entry = Entry(key, tuple(source.region for source in sources), identity_of())
         saved = Saved(str(entry))
-        with self._core.locked():
-            self._begin(entry, saved)
         try:
-            self._stager.stage(entry, sources, overlap=overlap)
-        except BaseException:
             with self._core.locked():
-                self._core.futures.pop(entry, None)
-                self._core.retire(entry)
+                self._begin(entry, saved)
+            self._stager.stage(entry, sources, overlap=overlap)
+            with self._core.locked():
+                self._core.whole(partial(self._count, entry, began_ns, overlap))
+        except BaseException:
+            endings.uninterrupted(partial(self._give_up, entry))
             raise
-        with self._core.locked():
-            counts = self._core.counts
-            counts["checkpoints"] += 1
-            counts["checkpoint_bytes"] += entry.data_bytes
-            counts["checkpoint_ns"] += time.monotonic_ns() - began_ns
         return saved
+
+    def _count(self, entry: Entry, began_ns: int, overlap: bool) -> None:
+        counts = self._core.counts
+        counts["checkpoints"] += 1
+        counts["checkpoint_bytes"] += entry.data_bytes
+        counts["checkpoint_ns"] += time.monotonic_ns() - began_ns
+        if not overlap:  # else the stager notes it
+            self._core.staging.discard(entry)
+            self._core.changed.notify_all()
+
+    def _give_up(self, entry: Entry) -> None:
+        """Take a version back that could not be saved, or whose call a signal has ended."""
+        core = self._core
+        with core.locked():
+            core.staging.discard(entry)
+            core.futures.pop(entry, None)
+            if core.entries.get(entry.key) is entry:
+                self._system.discard(entry)
+            core.wake()
 
     def _collect(self, only: Iterable[str] | None) -> list[Bytes]:
         with self._core.locked():
@@ -261,8 +289,12 @@ class Checkpointer(endings.Closing):
             raise ExistingVersionError(
                 errno.EEXIST, f"{entry} exists: discard it, or write another version", self.path
             )
-        core.entries[entry.key] = entry
-        core.futures[entry] = saved
+        core.whole(partial(self._enter, entry, saved))
+
+    def _enter(self, entry: Entry, saved: Saved) -> None:
+        self._core.entries[entry.key] = entry
+        self._core.futures[entry] = saved
+        self._core.staging.add(entry)
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
         """Block until no checkpoint reads the protected arrays any more.
@@ -310,11 +342,18 @@ class Checkpointer(endings.Closing):
         core = self._core
         with core.locked():
             core.check_usable()
-            if version is not None:
-                entries = [self._lookup.entry(self._key(name, version))]
-            else:
-                entries = [each for key, each in core.entries.items() if key[0] == name]
-            self._durability.wait([each for each in entries if each is not None], tier, timeout_s)
+            numbers = core.versions(name) if version is None else [version]
+            found = {key: self._lookup.entry(key) for key in (self._key(name, n) for n in numbers)}
+        for key in [key for key, entry in found.items() if entry is None]:
+            # Only the folder or the remote store has it. Of the folder's, the remote may have
+            # another one, and of the remote's, the folder has none.
+            if tier == "remote":
+                found[key] = self._system.load_here(key)
+            elif version is not None:
+                found[key] = self._lookup.load(key)
+        with core.locked():
+            core.check_usable()
+            self._durability.wait([each for each in found.values() if each], tier, timeout_s)
 
     # Looking.
 
@@ -325,15 +364,19 @@ class Checkpointer(endings.Closing):
             self._core.check_usable()
             return self._core.versions(name)
 
-    def test(self, max_version: int | None = None, name: str = "default") -> int | None:
+    def test(
+        self, max_version: int | None = None, name: str = "default", *, verify: bool = True
+    ) -> int | None:
         """Return the newest version that is not newer than `max_version`, or None.
 
         A version on storage whose files are damaged is skipped, and a warning names the reason.
+        With ``verify=False`` only manifests and the sizes of files are looked at; otherwise all
+        bytes of a version are read that is not in a cache, and of all ranks that share the folder.
         """
         limit = (
             SIZE_MAX if max_version is None else integer("max_version", max_version, 0, SIZE_MAX)
         )
-        return self._lookup.newest(name, limit)
+        return self._lookup.newest(name, limit, verify=flag("verify", verify))
 
     def recover_size(self, version: int, region: str, name: str = "default") -> int:
         """Return the bytes of a region in a version."""
@@ -392,35 +435,34 @@ class Checkpointer(endings.Closing):
         ArgumentError, DtypeError, CheckpointError
             If an array does not fit its region. Nothing was written then.
         DamagedVersionError, StorageError
-            If the version cannot be read. The contents of the arrays are undefined then.
+            If the version cannot be read. A note of the error says which arrays are filled, and the
+            contents of which are undefined.
         """
         began_ns = time.monotonic_ns()
         self._lookup.know(name)
         entry = self._lookup.load(self._key(name, version))
         targets = targets_of(entry, only, dict(into or {}), self._regions, self.device)
-        core = self._core
-        with core.locked():
-            core.check_usable()
-            self._restorer.note(entry)
-            tier = self._restorer.begin(entry)
+        core, restore = self._core, Restore(entry)
         try:
-            pending = self._restorer.read(entry, tier, [target for target, _ in targets])
-            self._stager.settle(pending, targets, partial(self._end_restart, entry, tier))
+            with core.locked():
+                core.check_usable()
+                self._restorer.begin(restore)
+            pending = self._restorer.read(restore, [target for target, _ in targets])
+            self._stager.settle(pending, targets, partial(self._end_restart, restore))
         except BaseException:
             with core.locked():
-                self._restorer.end(entry, tier, done=False)
+                self._restorer.end(restore, done=False)
             raise
         with core.locked():
             core.counts["restart_bytes"] += sum(target.region.nbytes for target, _ in targets)
             core.counts["restart_ns"] += time.monotonic_ns() - began_ns
         return give(targets, self._regions)
 
-    def _end_restart(self, entry: Entry, tier: Any, done: bool) -> None:
+    def _end_restart(self, restore: Restore, done: bool) -> None:
         with self._core.locked():
-            self._restorer.end(entry, tier, done=done)
-            discards = done and self.settings.discard_consumed and not entry.discarded
-        if discards:
-            self._discard(entry, later=True)
+            self._restorer.end(restore, done=done)
+        if done and self.settings.discard_consumed:
+            endings.uninterrupted(partial(self._system.discard, restore.entry))
 
     # Hints.
 
@@ -435,11 +477,15 @@ class Checkpointer(endings.Closing):
         core = self._core
         with core.locked():
             core.check_usable()
-            core.hints.enqueue(key)
-            core.look = core.look or key not in core.entries
-            core.refresh(key)
-            if core.look:
-                core.wake("look")
+            core.whole(partial(self._hint, key))
+
+    def _hint(self, key: Key) -> None:
+        core = self._core
+        core.hints.enqueue(key)
+        core.look = core.look or key not in core.entries
+        core.refresh(key)
+        if core.look:
+            core.wake("look")
 
     def prefetch_start(self) -> None:
         """Begin to prefetch in the order of the hints; so does the first restart.
@@ -457,20 +503,26 @@ class Checkpointer(endings.Closing):
     def discard(self, version: int, name: str = "default") -> None:
         """Remove a version from all tiers; its pending flushes need not end.
 
-        Its future fails, unless it is done. The version may be written again afterwards.
+        Its future fails, unless it is done. The version may be written again afterwards: a
+        checkpoint of its number waits until the files are removed. If the remote store refuses, the
+        call raises its error, and the store is asked again in the background.
         """
         self._lookup.know(name)
         key = self._key(name, version)
-        with self._core.locked():
-            self._core.check_usable()
-            entry = self._lookup.entry(key)
-        self._discard(self._lookup.load(key) if entry is None else entry)
+        core = self._core
+        removal = endings.uninterrupted(partial(self._discard, key))
+        with core.locked():
+            core.wait_for(
+                lambda: removal.done, lambda: f"the files of {removal.entry} are not removed"
+            )
+        if removal.error is not None:
+            raise removal.error
 
-    def _discard(self, entry: Entry, *, later: bool = False) -> None:
-        self._system.storing.discard(entry, self._system.remove_later if later else None)
-        if not later:
-            with self._core.locked():
-                note_room(self._core)
+    def _discard(self, key: Key) -> Removal:
+        try:
+            return self._system.discard_key(key)
+        except MissingVersionError:
+            raise self._lookup.missing(key) from None
 
     @property
     def stats(self) -> CheckpointStats:
@@ -529,6 +581,18 @@ class Checkpointer(endings.Closing):
         failure = endings.first_of(failures)
         if failure is not None:
             raise failure
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self.close()
+        except BaseException as error:
+            if not self.closed and self._core.of_this_process():
+                # A signal: the statement ends all the same, and nobody could close it later.
+                lost = ", ".join(map(str, self._core.lost()[:8]))
+                if lost:
+                    error.add_note(f"the wait for flushes was interrupted, and lost: {lost}")
+                endings.uninterrupted(partial(self._close, []))
+            raise
 
     def _close(self, failures: list[BaseException]) -> None:
         core = self._core

@@ -7,16 +7,17 @@ failure of a version that it has waited for concerns it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
+from typing import TypeVar
 
+from flashwarp import endings
 from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.checkpoint.buffer import Window
 from flashwarp.checkpoint.futures import Saved
@@ -27,6 +28,8 @@ from flashwarp.checkpoint.prediction import Backlog, RestoreInterval
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.tier import Entry, Key, Tier
 from flashwarp.errors import CheckpointError, ClosedError, ForkError, WaitTimeout
+
+T = TypeVar("T")
 
 __all__ = ["ROLES", "Core", "hint_key"]
 
@@ -47,7 +50,7 @@ class Core:
 
     Attributes
     ----------
-    changed : threading.Condition
+    changed : endings.Condition
         The lock of everything here, notified after each change.
     tiers : list of Tier
         The caches, fastest first.
@@ -56,11 +59,11 @@ class Core:
     def __init__(self, settings: Settings, mover: Mover) -> None:
         self.settings = settings
         self.mover = mover
-        lock = threading.RLock()
-        self.changed = threading.Condition(lock)
+        lock = endings.Lock()
+        self.changed = endings.Condition(lock)
         # Each kind of background thread is woken for its own work: a wake-up of all of them takes
         # longer than most calls.
-        self._work = {role: threading.Condition(lock) for role in ROLES}
+        self._work = {role: endings.Condition(lock) for role in ROLES}
         self.tiers: list[Tier] = []
         self.hints = RestoreQueue(settings.hints_max, settings.passed_max)
         self.interval = RestoreInterval()
@@ -73,6 +76,8 @@ class Core:
         self.queues: dict[str, deque[Entry]] = {"gpu": deque(), "host": deque(), "remote": deque()}
         # Work in progress of background threads, by version: a discarded one must end first.
         self.busy: Counter[Entry] = Counter()
+        # Versions on their way out of the user's arrays: also these must end first.
+        self.staging: set[Entry] = set()
         # Discarded versions that may still be copied somewhere.
         self._leaving: set[Entry] = set()
         self.retries: dict[tuple[str, Entry], tuple[int, float]] = {}
@@ -81,8 +86,14 @@ class Core:
         self.to_storage = Backlog(mover.links["to storage"])
         # Versions whose manifests could not be read; restarts try again.
         self.unreadable: set[Key] = set()
-        # Versions that the remote store had when its versions were listed, or has been given.
+        # Numbers of which the remote store has versions, as it said or was given them. Whose these
+        # are, only `Entry.remote` says.
         self.in_remote: set[Key] = set()
+        # Discarded versions that the remote store refused to remove; when to ask it again, in ns,
+        # and after which time from then on.
+        self.leftovers: dict[Key, tuple[int, float]] = {}
+        # By listing in progress: versions discarded since it began.
+        self.listing: dict[object, set[Key]] = {}
         self.remote_failures: dict[Entry, BaseException] = {}
         self.broken: BaseException | None = None
         """What has ended a background thread: a bug, or no memory."""
@@ -90,12 +101,12 @@ class Core:
         """Whether a hint names a version on storage whose manifest was not read yet."""
         self.uploads = False
         """Whether there is a remote store."""
-        self.durable_waits = 0
-        """Threads of the user's that wait until versions are durable."""
+        self.durable_waits: set[object] = set()
+        """Waits of the user's threads until versions are durable."""
         self.number_wanted = False
         """Whether a checkpoint waits until files of a discarded version are removed."""
         self.started = False
-        self.storage_reads = 0
+        self.storage_reads: set[object] = set()
         """Prefetches and restores that read storage."""
         self.closing = False
         self.closed = False
@@ -111,7 +122,7 @@ class Core:
         """Return whether the threads are of this process: not in a forked child."""
         return os.getpid() == self._pid
 
-    def locked(self) -> threading.Condition:
+    def locked(self) -> endings.Condition:
         """Return the lock, for a call of the user's; raises in a forked child.
 
         There, a thread that does not exist may hold the lock for ever.
@@ -136,20 +147,38 @@ class Core:
                 f"a background thread of the checkpointer has failed: {self.broken!r}"
             ) from self.broken
 
+    def whole(self, act: Callable[[], T]) -> T:
+        """Make changes that belong together, holding the lock; no signal comes in between.
+
+        They may not take the lock again: another thread may make them.
+        """
+        return endings.uninterrupted(act)
+
     def wait_for(
         self,
         done: Callable[[], bool],
         what: Callable[[], str],
         timeout_s: float | None = None,
+        *,
+        flushes_first: bool = False,
     ) -> None:
-        """Wait, holding the lock, until `done`; raises WaitTimeout, which says `what`."""
+        """Wait, holding the lock, until `done`; raises WaitTimeout, which says `what`.
+
+        With `flushes_first`, flushes go before reads of storage meanwhile.
+        """
         limit = self.settings.timeout_s if timeout_s is None else timeout_s
-        clock = Waited()
-        while not done():
-            self.check_threads()
-            if clock.look() >= limit:
-                raise WaitTimeout(f"{what()} (limit {limit:g} s)")
-            self.changed.wait(min(STEP_MAX_S, max(limit, 1e-3)))
+        clock, token = Waited(), object()
+        try:
+            if flushes_first:
+                self.durable_waits.add(token)
+                self.wake("flush")
+            while not done():
+                self.check_threads()
+                if clock.look() >= limit:
+                    raise WaitTimeout(f"{what()} (limit {limit:g} s)")
+                self.changed.wait(min(STEP_MAX_S, max(limit, 1e-3)))
+        finally:
+            self.durable_waits.discard(token)
 
     def wake(self, *roles: str) -> None:
         """Wake the user's threads that wait, and background threads; without `roles`, all."""
@@ -184,6 +213,7 @@ class Core:
     def stored_now(self, entry: Entry) -> None:
         """Note that a version is durable in the directory."""
         entry.stored, entry.failure = True, None
+        self.unreadable.discard(entry.key)
         self.listed.setdefault(entry.key[0], set()).add(entry.key[1])
         future = self.futures.pop(entry, None)
         if future is not None and not future.done():
@@ -223,13 +253,13 @@ class Core:
         if not tier.fits(entry.nbytes):
             self.counts["oversized"] += 1
             return False
-        tier.demands += not flush
-        tier.flushes_waiting += flush
-        if self.storage_reads:
-            self.wake("flush")  # which let reads of storage go first until now
+        waiting = tier.flushes_waiting if flush else tier.demands
         began_ns = self.now_ns()
         clock = Waited()
         try:
+            waiting.add(entry)
+            if self.storage_reads:
+                self.wake("flush")  # which let reads of storage go first until now
             while not entry.discarded and not self.closing:
                 now_ns = self.now_ns()
                 window = tier.choose(entry.nbytes, now_ns)
@@ -253,8 +283,7 @@ class Core:
             return False
         finally:
             tier.awaited.pop(entry, None)
-            tier.demands -= not flush
-            tier.flushes_waiting -= flush
+            waiting.discard(entry)
             self.wake("prefetch")
 
     def try_acquire(self, tier: Tier, entry: Entry, event: Event, keep_urgency: int) -> bool:
@@ -267,7 +296,7 @@ class Core:
         return True
 
     def _take(self, tier: Tier, window: Window, entry: Entry, event: Event, now_ns: int) -> None:
-        tier.take(window, entry, event, now_ns)
+        self.whole(partial(tier.take, window, entry, event, now_ns))
         self.changed.notify_all()
 
     def reads_first(self, tier: Tier) -> bool:
@@ -282,34 +311,9 @@ class Core:
             return False
         return not tier.demanded
 
-    @contextlib.contextmanager
-    def reading_storage(self) -> Iterator[None]:
-        """Let flushes and removals wait while a restore reads storage."""
-        with self.changed:
-            self.begin_storage_read()
-        try:
-            yield
-        finally:
-            with self.changed:
-                self.end_storage_read()
-
-    @contextlib.contextmanager
-    def waiting_for_flushes(self) -> Iterator[None]:
-        """Let flushes go before reads of storage; called under the lock."""
-        self.durable_waits += 1
-        self.wake("flush")
-        try:
-            yield
-        finally:
-            self.durable_waits -= 1
-
-    def begin_storage_read(self) -> None:
-        """Count a read of storage; called under the lock."""
-        self.storage_reads += 1
-
-    def end_storage_read(self) -> None:
-        """End what `begin_storage_read` counted; called under the lock."""
-        self.storage_reads -= 1
+    def end_storage_read(self, reader: object) -> None:
+        """Note that a reader of storage has ended; called under the lock."""
+        self.storage_reads.discard(reader)
         if not self.storage_reads:
             self.wake("flush", "look")
 
@@ -376,14 +380,18 @@ class Core:
                 self.apply_if(tier, entry, Event.UNPIN)
             self.refresh(key)
 
-    def retire(self, entry: Entry) -> None:
+    def retire(self, entry: Entry, *, keep_hints: bool = False) -> None:
         """Discard a version in all tiers; copies in progress end first."""
         entry.discarded = True
         self._leaving.add(entry)
         if self.entries.get(entry.key) is entry:
             del self.entries[entry.key]
         self.listed.get(entry.key[0], set()).discard(entry.key[1])
-        self.hints.drop(entry.key)
+        self.unreadable.discard(entry.key)
+        for gone in self.listing.values():
+            gone.add(entry.key)
+        if not keep_hints:
+            self.hints.drop(entry.key)
         for tier in self.tiers:
             if entry in tier.lives:
                 self.apply(tier, entry, Event.DISCARD)
@@ -397,7 +405,9 @@ class Core:
         self._leaving = {
             each
             for each in self._leaving
-            if each in self.busy or any(each in tier.lives for tier in self.tiers)
+            if each in self.busy
+            or each in self.staging
+            or any(each in tier.lives for tier in self.tiers)
         }
         return any(entry.key == key for entry in self._leaving)
 

@@ -38,8 +38,9 @@ class Durability:
         core = self._core
         if tier == "remote":
             for entry in entries:
-                # Of versions that were stored before this process, nobody knows yet.
+                # The remote store may have these, from an earlier run: the upload compares them.
                 if entry.stored and not entry.remote and entry not in core.queues["remote"]:
+                    core.remote_failures.pop(entry, None)
                     core.queues["remote"].append(entry)
             core.wake()
 
@@ -55,8 +56,9 @@ class Durability:
             where = "in the remote store" if tier == "remote" else f"durable in {self._path}"
             return f"{len(left)} versions are not {where}, the first is {left[0]}"
 
-        with core.waiting_for_flushes():
-            core.wait_for(lambda: not open_ones() or failed() is not None, what, timeout_s)
+        core.wait_for(
+            lambda: not open_ones() or failed() is not None, what, timeout_s, flushes_first=True
+        )
         found = failed()
         if found is not None:
             future = core.futures.get(found)
@@ -82,12 +84,12 @@ class Durability:
                 retry_now(core, began_ns)
                 return all(each.failure and each.failed_ns >= began_ns for each in core.lost())
 
-            with core.waiting_for_flushes():
-                core.wait_for(
-                    tried,
-                    lambda: f"{len(core.lost())} versions are not durable in {self._path}",
-                    timeout_s,
-                )
+            core.wait_for(
+                tried,
+                lambda: f"{len(core.lost())} versions are not durable in {self._path}",
+                timeout_s,
+                flushes_first=True,
+            )
             lost = core.lost()
             if lost:
                 failure = lost[0].failure

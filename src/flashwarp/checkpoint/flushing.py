@@ -20,8 +20,8 @@ from flashwarp._waiting import STEP_MAX_S
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.life import Event, Fact
 from flashwarp.checkpoint.storing import Storing, forget_stored, wanted
-from flashwarp.checkpoint.tier import Entry, Tier
-from flashwarp.errors import FlashwarpError
+from flashwarp.checkpoint.tier import Entry, Key, Tier
+from flashwarp.errors import CheckpointError, FlashwarpError
 
 __all__ = ["FLUSH_THREADS", "Flusher", "Uploader"]
 
@@ -196,23 +196,47 @@ class Uploader:
             if entry.stored and not entry.remote and not entry.discarded:
                 core.busy[entry] += 1
                 return partial(self._upload, entry)
+        now_ns = core.now_ns()
+        for key, (due_ns, _) in list(core.leftovers.items()):
+            if key in core.entries:
+                del core.leftovers[key]  # the upload of the version takes its place
+            elif due_ns <= now_ns:
+                return partial(self._remove, key)
         return None
+
+    def _remove(self, key: Key) -> None:
+        """Remove a discarded version that the store has refused to remove."""
+        core = self._core
+        try:
+            self._remote.discard_all(key[0], [key[1]])
+        except (FlashwarpError, OSError) as error:
+            _log.info("version %d of %r stays in the remote store: %s", key[1], key[0], error)
+            with core.changed:
+                if key in core.leftovers:
+                    delay_s = core.leftovers[key][1]
+                    due_ns = core.now_ns() + int(delay_s * 1e9)
+                    core.leftovers[key] = due_ns, min(2 * delay_s, _RETRY_MAX_S)
+        else:
+            self._directory.forget_discarded(*key)
+            with core.changed:
+                core.leftovers.pop(key, None)
 
     def _upload(self, entry: Entry) -> None:
         core = self._core
         error: BaseException | None = None
-        done = False
+        stored = False
         try:
-            done = self._copy(entry)
+            stored = self._copy(entry)
         except (FlashwarpError, OSError, MemoryError) as failure:
             error = failure
         with core.changed:
             release(core, entry)
-            if done:
+            if error is None and not entry.discarded:
                 entry.remote = True
                 core.in_remote.add(entry.key)
+                core.leftovers.pop(entry.key, None)
                 core.remote_failures.pop(entry, None)
-                core.counts["uploads"] += 1
+                core.counts["uploads"] += stored
             elif error is not None and not entry.discarded:
                 core.remote_failures[entry] = error
                 retry_later(core, "remote", entry)
@@ -220,31 +244,32 @@ class Uploader:
             core.wake()
 
     def _copy(self, entry: Entry) -> bool:
-        name, version = entry.key
-        with self._directory.open(name, version) as reader:
-            upload = getattr(self._remote, "upload", None)
-            if upload is not None:
-                upload(reader)
-                done = True
-            else:
-                done = self._copy_to_folder(entry, reader)
-        if done and entry.discarded:
-            forget_stored(self._remote, name, version)
-        return done
+        """Copy a version; return False if the remote store had it."""
+        began_ns = self._core.now_ns()
+        with self._directory.open(*entry.key) as reader:
+            # Another version of this number may be there, of an earlier run or a store that failed.
+            stored = self._remote.upload(_Wanted(reader, entry), replace=True)
+        self._directory.forget_discarded(*entry.key)
+        if stored:
+            self._core.mover.moved("to remote", entry.data_bytes, began_ns)
+        if entry.discarded:
+            forget_stored(self._remote, *entry.key)
+        return bool(stored)
 
-    def _copy_to_folder(self, entry: Entry, reader: Any) -> bool:
-        # A version of an earlier run may be there; a flush never leaves a part of one.
-        writer = self._remote.begin(*entry.key, entry.regions, replace=True)
-        try:
-            done = self._core.mover.copy_stored(entry, reader, writer, lambda: not entry.discarded)
-            if done:
-                writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
-        if not done:
-            writer.abort()
-        return done
+
+class _Wanted:
+    """A reader of a version, whose reads fail once the version is discarded."""
+
+    def __init__(self, reader: Any, entry: Entry) -> None:
+        self._reader, self._entry = reader, entry
+
+    def read_into(self, region: Any, offset: int, buffer: Any) -> None:
+        if self._entry.discarded:
+            raise CheckpointError(f"{self._entry} is not needed any more")
+        self._reader.read_into(region, offset, buffer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
 
 
 def release(core: Core, entry: Entry) -> None:

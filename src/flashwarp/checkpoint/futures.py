@@ -7,7 +7,7 @@ import os
 from collections.abc import Generator
 from typing import Any
 
-from flashwarp.endings import NotCopied
+from flashwarp.endings import Condition, NotCopied
 from flashwarp.errors import ForkError, WaitTimeout
 
 __all__ = ["Saved"]
@@ -23,6 +23,7 @@ class Saved(NotCopied, concurrent.futures.Future[int]):
 
     def __init__(self, what: str) -> None:
         super().__init__()
+        self._condition = Condition()
         self.set_running_or_notify_cancel()
         self.observed = False
         self._what = what

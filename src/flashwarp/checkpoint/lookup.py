@@ -41,7 +41,7 @@ class Lookup:
         """Return a version that exists, if it is known here; raises if it does not exist."""
         found = self._core.entries.get(key)
         if found is None and not self._core.exists(key):
-            raise self._missing(key)
+            raise self.missing(key)
         return found
 
     def load(self, key: Key) -> Entry:
@@ -49,15 +49,19 @@ class Lookup:
         with self._core.locked():
             self._core.check_usable()
             found = self._core.entries.get(key)
-        if found is not None:
+        # What a reader knows, another process may have written again since.
+        if found is not None and not self._core.settings.read_only:
             return found
         try:
             return self._system.load(key)
         except MissingVersionError:
-            raise self._missing(key) from None
+            raise self.missing(key) from None
 
-    def newest(self, name: str, limit: int) -> int | None:
-        """Return the newest version up to a limit that is not damaged, or None."""
+    def newest(self, name: str, limit: int, *, verify: bool) -> int | None:
+        """Return the newest version up to a limit that is not damaged, or None.
+
+        With `verify`, all bytes are read that a restart would read from storage.
+        """
         self.know(name, again=True)
         with self._core.locked():
             self._core.check_usable()
@@ -65,15 +69,22 @@ class Lookup:
         for version in reversed(candidates):
             try:
                 entry = self.load((name, version))
+                if verify and entry.stored and not self._is_cached(entry):
+                    self._system.storing.read(entry, lambda reader: reader.verify())
                 if entry.stored and self._system.commits is not None:
-                    self._system.commits.check_all(name, version)
+                    self._system.commits.check_all(name, version, verify=verify)
             except FlashwarpError as error:
                 _log.warning("skipped version %d of %r: %s", version, name, error)
                 continue
             return version
         return None
 
-    def _missing(self, key: Key) -> MissingVersionError:
+    def _is_cached(self, entry: Entry) -> bool:
+        with self._core.locked():
+            return self._core.tier_of(entry) is not None
+
+    def missing(self, key: Key) -> MissingVersionError:
+        """Make the error of a version that does not exist."""
         some = self._core.versions(key[0])
         there = f"the newest is {some[-1]}" if some else "there is none"
         return MissingVersionError(f"there is no version {key[1]} of {key[0]!r}: {there}")

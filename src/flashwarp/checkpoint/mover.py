@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -132,7 +130,7 @@ class Mover(endings.Closing):
         self._seams: list[tuple[int, int, int]] = []
         self._writers = _Pieces("flashwarp-checkpoint-write")
         self._readers = _Pieces("flashwarp-checkpoint-read")
-        self._moved = threading.Lock()
+        self._moved = endings.Lock()
         self._last_ns = dict.fromkeys(LINKS, 0)
         if device.kind == "cuda":
             from flashwarp.transfer import CopyEngine, Direction, StagingRing
@@ -290,12 +288,19 @@ class Mover(endings.Closing):
         ]
         return self._load(parts, reader, wanted, ending)
 
-    def load_arrays(self, reader: Reader, targets: list[Bytes]) -> None:
-        """Read regions from storage into a user's arrays."""
+    def load_arrays(
+        self, reader: Reader, targets: list[Bytes], wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Read regions from storage into a user's arrays, as long as they are wanted."""
         parts = [
             _Part(each.region, each.address, not each.on_device, each.stream) for each in targets
         ]
-        self._load(parts, reader, lambda: True)
+        filled: list[tuple[str, int]] = []
+        try:
+            self._load(parts, reader, wanted, filled=filled)
+        except BaseException as error:
+            error.add_note(_described(parts, filled))
+            raise
 
     def _load(
         self,
@@ -303,10 +308,16 @@ class Mover(endings.Closing):
         reader: Reader,
         wanted: Callable[[], bool],
         ending: Callable[[], None] = lambda: None,
+        filled: list[tuple[str, int]] | None = None,
     ) -> bool:
         began_ns = time.monotonic_ns()
 
         def load(part: _Part, offset: int, size: int) -> None:
+            fill(part, offset, size)
+            if filled is not None:
+                filled.append((part.region.name, size))
+
+        def fill(part: _Part, offset: int, size: int) -> None:
             if part.on_host:
                 reader.read_into(part.region, offset, host_view(part.address + offset, size))
                 return
@@ -429,8 +440,7 @@ class _Pieces:
     """Threads that move pieces of versions. Any thread may call."""
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(_AT_A_TIME, name)
-        self._places = threading.Semaphore(_QUEUED_MAX)
+        self._pool = endings.Pool(_AT_A_TIME, name, _QUEUED_MAX)
 
     def move(
         self,
@@ -438,8 +448,25 @@ class _Pieces:
         wanted: Callable[[], bool],
         ending: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Move pieces, each with its size; return False if they are not wanted any more."""
-        pending: deque[Future[None]] = deque()
+        """Move pieces, each with its size; return False if they are not wanted any more.
+
+        When it returns or raises, nobody touches their memory, also if a signal ended it.
+        """
+        stopped: list[bool] = []
+
+        def goes_on() -> bool:
+            return not stopped and wanted()
+
+        move = partial(self._move, jobs, goes_on, ending)
+        return endings.aside(move, partial(stopped.append, True))
+
+    def _move(
+        self,
+        jobs: Iterable[tuple[int, Callable[[], None]]],
+        wanted: Callable[[], bool],
+        ending: Callable[[], None],
+    ) -> bool:
+        pending: deque[endings.Future[None]] = deque()
         try:
             for size, job in jobs:
                 if not wanted():
@@ -449,34 +476,31 @@ class _Pieces:
                     continue
                 while pending and pending[0].done():
                     pending.popleft().result()
-                pending.append(self._submit(job))
+                pending.append(self._pool.submit(job))
             ending()
             while pending:
                 pending.popleft().result()
         finally:
-            # Also after a failure: nobody touches the memory when the call has ended.
             for each in pending:
                 each.exception()
         return True
 
-    def _submit(self, job: Callable[[], None]) -> Future[None]:
-        # Without a limit: each piece in front has the limits of its own I/O.
-        self._places.acquire()
-        try:
-            found = self._pool.submit(job)
-        except RuntimeError:  # the interpreter is ending, and takes no new work for threads
-            found = Future()
-            try:
-                job()
-                found.set_result(None)
-            except BaseException as error:
-                found.set_exception(error)
-        found.add_done_callback(lambda _: self._places.release())
-        return found
-
     def close(self) -> None:
         """Wait for the pieces under way. May be called twice."""
-        self._pool.shutdown()
+        self._pool.close()
+
+
+def _described(parts: list[_Part], filled: list[tuple[str, int]]) -> str:
+    """Say which regions a load that failed has filled."""
+    left = {part.region.name: part.region.nbytes for part in parts}
+    for name, nbytes in filled:
+        left[name] -= nbytes
+    whole = [repr(name) for name, nbytes in left.items() if not nbytes]
+    torn = [repr(name) for name, nbytes in left.items() if nbytes]
+    return (
+        f"of the arrays to restore, those of {', '.join(whole) or 'no region'} are filled as "
+        f"stored, and the contents of those of {', '.join(torn) or 'no region'} are undefined"
+    )
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from flashwarp.checkpoint.hints import Hint
 from flashwarp.checkpoint.life import Event
 from flashwarp.checkpoint.storing import Storing
 from flashwarp.checkpoint.tier import Entry, Tier
-from flashwarp.errors import FlashwarpError
+from flashwarp.errors import FlashwarpError, MissingVersionError
 
 __all__ = ["PREFETCH_THREADS", "Prefetcher"]
 
@@ -66,10 +66,10 @@ class Prefetcher:
         self._reads = False
         job = self._choose()
         # Only now: a flush or a removal would begin between two reads of storage.
-        if self._reads and not read_before:
-            core.begin_storage_read()
-        elif read_before and not self._reads:
-            core.end_storage_read()
+        if self._reads:
+            core.storage_reads.add(self)
+        elif read_before:
+            core.end_storage_read(self)
         return job
 
     def _choose(self) -> Callable[[], None] | None:
@@ -153,7 +153,12 @@ class Prefetcher:
             if source is not None:
                 core.apply(source, entry, Event.PROMOTED if done else Event.READ_FAILED)
             release(core, entry)
-            if error is not None and not entry.discarded:
+            if isinstance(error, MissingVersionError) and not entry.discarded:
+                # Another process has discarded it, or written it again: a look at it says which.
+                core.retire(entry, keep_hints=True)
+                core.look = True
+                core.wake("look")
+            elif error is not None and not entry.discarded:
                 entry.unreadable = True
                 core.counts["prefetch_failures"] += 1
                 _log.warning("%s could not be prefetched: %s", entry, error)
@@ -166,8 +171,7 @@ class Prefetcher:
 
         if source is not None:
             return mover.move(source, self._tier, entry, wanted)
-        name, version = entry.key
-        with self._storing.open(name, version) as reader:
+        with self._storing.open(entry.key, entry.identity) as reader:
             return mover.load_block(
                 self._tier, entry, reader, wanted, partial(self._let_next_begin, entry)
             )

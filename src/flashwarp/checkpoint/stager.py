@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from flashwarp import endings
 from flashwarp.checkpoint.capture import Bytes
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.life import Event
@@ -19,7 +20,7 @@ from flashwarp.checkpoint.mover import Pending, Writer
 from flashwarp.checkpoint.storing import Storing
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.checkpoint.workers import Worker
-from flashwarp.errors import CheckpointError
+from flashwarp.errors import CheckpointError, ClosedError
 
 __all__ = ["Stager"]
 
@@ -89,9 +90,12 @@ class Stager:
 
     def _later(self, job: Callable[[], None]) -> None:
         with self._core.changed:
-            self._under_way += 1
-            self._jobs.append(job)
-            self._core.wake("stage")
+            self._core.whole(partial(self._enter, job))
+
+    def _enter(self, job: Callable[[], None]) -> None:
+        self._under_way += 1
+        self._jobs.append(job)
+        self._core.wake("stage")
 
     def _next_job(self) -> Callable[[], None] | None:
         return partial(self._run, self._jobs.popleft()) if self._jobs else None
@@ -114,6 +118,10 @@ class Stager:
         except Exception as error:
             self._lose(entry, error)
             raise
+        finally:
+            with self._core.changed:
+                self._core.staging.discard(entry)
+                self._core.changed.notify_all()
 
     def _lose(self, entry: Entry, error: BaseException) -> None:
         """Note that a version was never copied out of the user's arrays."""
@@ -150,9 +158,7 @@ class Stager:
             # Also a signal between two lines. What a copy still writes comes before the copies of
             # the block's next version.
             with core.changed:
-                for each in core.tiers:
-                    if each.filling(entry):
-                        core.apply(each, entry, Event.FILL_FAILED)
+                core.whole(partial(self._empty, entry))
             raise
         if tier is None or pending is None:
             self._store(entry, sources)
@@ -165,11 +171,16 @@ class Stager:
         else:
             end(True)
 
+    def _empty(self, entry: Entry) -> None:
+        for each in self._core.tiers:
+            if each.filling(entry):
+                self._core.apply(each, entry, Event.FILL_FAILED)
+
     def _end_stage(self, tier: Tier, entry: Entry, done: bool) -> None:
         core = self._core
         with core.changed:
             if done:
-                core.filled(tier, entry)
+                core.whole(partial(core.filled, tier, entry))
                 return
             core.apply(tier, entry, Event.FILL_FAILED)
         self._lose(entry, CheckpointError(f"{entry} was not copied into the {tier.name} cache"))
@@ -185,9 +196,10 @@ class Stager:
 
     def _store(self, entry: Entry, sources: list[Bytes]) -> None:
         """Write a version that no cache can take."""
+        stopped: list[bool] = []
 
         def store(writer: Writer, wanted: Callable[[], bool]) -> bool:
-            if wanted():
+            if wanted() and not stopped:
                 self._core.mover.store_arrays(sources, writer)
             return wanted()
 
@@ -199,7 +211,8 @@ class Stager:
                 outcome.append((done, error))
                 core.wake()
 
-        self._storing.write(entry, store, end)
+        write = partial(self._storing.write, entry, store, end)
+        endings.aside(write, partial(stopped.append, True))
         with core.changed:
             # Other ranks may have to agree, which has a limit of its own.
             core.wait_for(
@@ -210,8 +223,8 @@ class Stager:
         done, error = outcome[0]
         if error is not None:
             raise error
-        if not done:
-            raise CheckpointError(f"{entry} was discarded while it was written")
+        if not done and not entry.discarded:
+            raise ClosedError(f"the checkpointer was closed while {entry} was written")
 
 
 def _streams(arrays: list[Bytes]) -> list[object]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from flashwarp import endings
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.ranks import Attempt, Ended, GroupCommits
 from flashwarp.checkpoint.tier import Entry, Key
 from flashwarp.errors import (
-    CheckpointError,
     DamagedVersionError,
     FlashwarpError,
     MissingVersionError,
@@ -27,13 +27,15 @@ Fill = Callable[[Any, Callable[[], bool]], bool]
 """Writes the bytes of a version; returns False if it was given up because nobody wants it."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Removal:
-    """A discarded version, and whether the folder and the remote store have files of it."""
+    """A discarded version, which stores may have files of it, and how their removal ended."""
 
     entry: Entry
     stored: bool
     remote: bool
+    error: BaseException | None = None
+    done: bool = False
 
 
 class Storing:
@@ -58,7 +60,7 @@ class Storing:
         self._directory = directory
         self._commits = commits
         self._remote = remote
-        self._fetching = threading.Lock()
+        self._fetching = endings.Lock()
 
     def write(self, entry: Entry, fill: Fill, ended: Ended) -> None:
         """Write a version; `ended` is called once it is stored, given up, or has failed.
@@ -79,79 +81,113 @@ class Storing:
 
     # Reading.
 
-    def open(self, name: str, version: int) -> Any:
-        """Open a version of the folder, after it was fetched from the remote store if need be."""
-        try:
-            return self._directory.open(name, version)
-        except (MissingVersionError, DamagedVersionError) as problem:
-            self._fetch(name, version, problem)
-        return self._directory.open(name, version)
+    def open(self, key: Key, identity: str = "") -> Any:
+        """Open a version of the folder, after it was fetched from the remote store if need be.
 
-    def read(self, key: Key, act: Callable[[Any], None]) -> None:
+        With an identity, a version of another one is MissingVersionError: this one is gone.
+        """
+        try:
+            found = self._directory.open(*key)
+        except (MissingVersionError, DamagedVersionError) as problem:
+            self._fetch(key, identity, problem)
+            found = self._directory.open(*key)
+        if identity and found.identity != identity:
+            found.close()
+            raise MissingVersionError(
+                f"version {key[1]} of {key[0]!r} was discarded and written again since it was "
+                "looked at: read the one that is there now"
+            )
+        return found
+
+    def read(self, entry: Entry, act: Callable[[Any], None]) -> None:
         """Read a version; if its bytes are damaged, once more from the remote store."""
         try:
-            with self.open(*key) as reader:
+            with self.open(entry.key, entry.identity) as reader:
                 act(reader)
         except DamagedVersionError as problem:
-            self._fetch(*key, problem)
-            with self.open(*key) as reader:
+            self._fetch(entry.key, entry.identity, problem)
+            with self.open(entry.key, entry.identity) as reader:
                 act(reader)
 
-    def _fetch(self, name: str, version: int, problem: FlashwarpError) -> None:
+    def _fetch(self, key: Key, identity: str, problem: FlashwarpError) -> None:
         """Bring a version back into the folder; raises the problem if the remote has it not."""
-        if self._remote is None or (name, version) not in self._core.in_remote:
+        if self._remote is None or key not in self._core.in_remote or not self._directory.writable:
             raise problem
-        with self._fetching:
+        with self._fetching, self._remote.open(*key) as reader:
+            missing = isinstance(problem, MissingVersionError)
+            if missing and self._directory.identity(*key) is not None:
+                return  # another thread has fetched it
+            if identity:
+                same = reader.identity == identity
+            else:
+                same = self._directory.may_be(*key, reader.identity)
+            if not same:
+                problem.add_note("the remote store has another version of this number")
+                raise problem
             _log.warning(
-                "version %d of %r is fetched from the remote store: %s", version, name, problem
+                "version %d of %r is fetched from the remote store: %s", key[1], key[0], problem
             )
-            with self._remote.open(name, version) as reader:
-                entry = Entry((name, version), tuple(reader.regions))
-                writer = self._directory.begin(
-                    name, version, reader.regions, replace=True, metadata=reader.metadata
-                )
-                with writer:
-                    if self._core.mover.copy_stored(
-                        entry, reader, writer, lambda: not self._core.closing
-                    ):
-                        writer.commit()
-                    else:
-                        raise problem
+            entry = Entry(key, tuple(reader.regions), reader.identity)
+            writer = self._directory.begin(
+                *key,
+                reader.regions,
+                replace=True,
+                metadata=reader.metadata,
+                identity=reader.identity,
+            )
+            with writer:
+                if self._core.mover.copy_stored(
+                    entry, reader, writer, lambda: not self._core.closing
+                ):
+                    writer.commit()
+                else:
+                    raise problem
 
     # Removing.
 
-    def discard(self, entry: Entry, later: Callable[[Removal], None] | None = None) -> None:
-        """Remove a version from all tiers and stores; flushes that are pending give up.
-
-        What is to be removed from the stores goes to `later`, if that is given, under the lock.
-        """
-        core = self._core
-        with core.locked():
-            if entry.discarded:
-                return
-            in_remote = entry.remote or entry.key in core.in_remote
-            removal = Removal(entry, entry.stored, in_remote)
-            core.in_remote.discard(entry.key)
-            core.retire(entry)
-            future = core.futures.pop(entry, None)
-            if later is not None and (removal.stored or removal.remote):
-                later(removal)
-        if future is not None and not future.done():
-            future.observed = True
-            future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
-        if later is None:
-            self.remove([removal])
-
     def remove(self, removals: Sequence[Removal]) -> None:
-        """Remove versions from the stores; those of one name share a sync of their folder."""
-        for name, versions in _by_name(each for each in removals if each.stored):
-            self._directory.discard_all(name, versions)
-            if self._commits is not None:
-                for version in versions:
-                    self._commits.discard(name, version)
+        """Remove versions from the stores; those of one name share a sync of their folder.
+
+        Each removal gets the error of its name, if there is one.
+        """
+        # First: a copy that stays must not come back, whatever happens to this process.
+        for name, some in _by_name(each for each in removals if each.remote):
+            try:
+                self._directory.note_discarded(name, [each.entry.key[1] for each in some])
+            except (FlashwarpError, OSError) as error:
+                self._stays(name, some, error)
+        for name, some in _by_name(each for each in removals if each.stored and not each.error):
+            versions = [each.entry.key[1] for each in some]
+            try:
+                self._directory.discard_all(name, versions)
+                if self._commits is not None:
+                    for version in versions:
+                        self._commits.discard(name, version)
+            except (FlashwarpError, OSError) as error:
+                self._stays(name, some, error)
         # Last: the remote store may fail.
-        for name, versions in _by_name(each for each in removals if each.remote):
-            self._remote.discard_all(name, versions)
+        for name, some in _by_name(each for each in removals if each.remote and not each.error):
+            try:
+                self._remote.discard_all(name, [each.entry.key[1] for each in some])
+            except (FlashwarpError, OSError) as error:
+                with self._core.changed:
+                    for each in some:
+                        each.error = error
+                        self._core.leftovers[each.entry.key] = 0, self._core.settings.retry_s
+            else:
+                for each in some:
+                    self._directory.forget_discarded(*each.entry.key)
+
+    def _stays(self, name: str, removals: list[Removal], error: BaseException) -> None:
+        """Note what the folder still has of versions that it refused to remove."""
+        there: set[int] = set()
+        with contextlib.suppress(FlashwarpError, OSError):
+            there.update(self._directory.versions(name))
+        with self._core.changed:
+            for each in removals:
+                each.error = error
+                if each.entry.key[1] in there:
+                    self._core.listed.setdefault(name, set()).add(each.entry.key[1])
 
     # Writing.
 
@@ -166,7 +202,7 @@ class Storing:
             check()
             return wanted(self._core, entry)
 
-        writer = self._directory.begin(*entry.key, entry.regions)
+        writer = self._directory.begin(*entry.key, entry.regions, identity=entry.identity)
         try:
             done = fill(writer, still_wanted)
             if done:
@@ -216,10 +252,10 @@ class Storing:
         return not discarded
 
 
-def _by_name(removals: Iterable[Removal]) -> Iterator[tuple[str, list[int]]]:
-    found: dict[str, list[int]] = {}
-    for name, version in (each.entry.key for each in removals):
-        found.setdefault(name, []).append(version)
+def _by_name(removals: Iterable[Removal]) -> Iterator[tuple[str, list[Removal]]]:
+    found: dict[str, list[Removal]] = {}
+    for each in removals:
+        found.setdefault(each.entry.key[0], []).append(each)
     yield from found.items()
 
 

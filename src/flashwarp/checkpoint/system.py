@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,14 @@ from flashwarp.checkpoint.tier import Entry, Key, Tier
 from flashwarp.checkpoint.workers import Worker
 from flashwarp.device import Device
 from flashwarp.device.memory import DeviceMemory
-from flashwarp.errors import ArgumentError, FlashwarpError, MissingVersionError
+from flashwarp.errors import (
+    ArgumentError,
+    CheckpointError,
+    DamagedVersionError,
+    FlashwarpError,
+    MissingVersionError,
+    ReadOnlyError,
+)
 
 __all__ = ["System"]
 
@@ -139,7 +146,7 @@ class System:
         elif options:
             raise ArgumentError(f"remote_options are for a URL, and remote={text!r} is a folder")
         else:
-            found = Directory(text, rank)
+            found = Directory(text, rank, writable=not self._settings.read_only)
         self._closers.append(found.close)
         return found
 
@@ -237,6 +244,15 @@ class System:
             uploader = Uploader(core, self.directory, self.remote)
             self._workers.append(Worker(core, "upload", "flush", uploader.next_job))
 
+    def _warn_of_leftovers(self) -> None:
+        for name, version in self.core.leftovers:
+            _log.warning(
+                "version %d of %r was discarded, and stays in the remote store, which refused to "
+                "remove it: the next run asks it again",
+                version,
+                name,
+            )
+
     # Versions on storage.
 
     def list_versions(self, name: str) -> None:
@@ -247,16 +263,40 @@ class System:
             known = name in core.listed and name not in self._remote_unknown
             if known and not self._settings.read_only:
                 return
-        found = set(self.directory.versions(name))
-        remote = self._remote_versions(name)
-        if self.commits is not None:
-            found, remote = (self._of_all_ranks(name, each) for each in (found, remote))
-        with core.changed:
-            self._listed_ns[name] = core.now_ns()
-            noted = set() if self._settings.read_only else core.listed.get(name, set())
-            core.listed[name] = found | noted | remote
-            core.in_remote.update((name, version) for version in remote)
-            core.wake()
+        token, gone = object(), set[Key]()
+        try:
+            core.listing[token] = gone
+            found = set(self.directory.versions(name))
+            discarded = self.directory.discarded(name)
+            remote = self._remote_versions(name) - discarded
+            if self.commits is not None:
+                found, remote = (self._of_all_ranks(name, each) for each in (found, remote))
+            with core.changed:
+                core.whole(partial(self._note_listed, name, found, remote, gone))
+                if self.remote is not None and not self._settings.read_only:
+                    for version in discarded - core.listed[name]:
+                        core.leftovers.setdefault((name, version), (0, self._settings.retry_s))
+        finally:
+            core.listing.pop(token, None)
+
+    def _note_listed(
+        self, name: str, found: set[int], remote: set[int], gone: Iterable[Key]
+    ) -> None:
+        core = self.core
+        self._listed_ns[name] = core.now_ns()
+        if self._settings.read_only:
+            core.listed[name] = found | remote
+            core.unreadable = {key for key in core.unreadable if key[0] != name}
+            for key, entry in list(core.entries.items()):
+                if key[0] == name and key[1] not in core.listed[name]:
+                    core.retire(entry, keep_hints=True)  # by the process that writes it
+        else:
+            # What was discarded meanwhile may have been seen before, and written again since.
+            discarded = {version for each, version in gone if each == name}
+            remote = remote - discarded
+            core.listed[name] = core.listed.get(name, set()) | (found - discarded) | remote
+        core.in_remote.update((name, version) for version in remote)
+        core.wake()
 
     def _remote_versions(self, name: str) -> set[int]:
         """Return what the second store has; a store that fails stops nobody."""
@@ -286,21 +326,44 @@ class System:
             )
         return found & complete
 
-    def load(self, key: Key) -> Entry:
-        """Look at the manifest of a stored version, and return what it holds."""
+    def load(self, key: Key, *, fetch: bool = True) -> Entry:
+        """Look at the manifest of a stored version, and return what it holds.
+
+        A version that is missing or damaged in the folder is fetched from the remote store.
+        """
         core = self.core
         with core.changed:
             self._check_listed(key)
-        with self.storing.open(*key) as reader:
-            entry = Entry(key, tuple(reader.regions), stored=True)
+        try:
+            with self.storing.open(key) if fetch else self.directory.open(*key) as reader:
+                entry = Entry(key, tuple(reader.regions), reader.identity, stored=True)
+        except MissingVersionError:
+            with core.changed:
+                self._forget_other(key, "")
+            raise
         with core.changed:
+            self._forget_other(key, entry.identity)
             if key not in core.entries:
                 self._check_listed(key)  # it may have been discarded meanwhile
-                entry.remote = key in core.in_remote
                 core.entries[key] = entry
                 core.listed.setdefault(key[0], set()).add(key[1])
                 core.wake()
             return core.entries[key]
+
+    def _forget_other(self, key: Key, identity: str) -> None:
+        """Forget what a reader has of another version of a number; called under the lock."""
+        known = self.core.entries.get(key)
+        if self._settings.read_only and known is not None and known.identity != identity:
+            self.core.whole(partial(self.core.retire, known, keep_hints=True))
+
+    def load_here(self, key: Key) -> Entry | None:
+        """Return a version of the folder; None if only the remote store has it, as it says now."""
+        try:
+            return self.load(key, fetch=False)
+        except (MissingVersionError, DamagedVersionError):
+            if not self.core.exists(key) or self.remote.identity(*key) is None:
+                raise
+            return None
 
     def _check_listed(self, key: Key) -> None:
         """Raise if a version was discarded whose files may still be there; called under the lock.
@@ -346,16 +409,50 @@ class System:
         except (FlashwarpError, OSError) as error:
             _log.warning("the versions of %r cannot be listed: %s", name, error)
 
-    def remove_later(self, removal: Removal) -> None:
-        """Remove a discarded version from the stores in the background; called under the lock.
+    def discard_key(self, key: Key) -> Removal:
+        """Discard the version of a number, if there is one; raises MissingVersionError."""
+        core = self.core
+        with core.locked():
+            core.check_usable()
+            if self._settings.read_only:
+                raise ReadOnlyError("the checkpointer was opened with read_only")
+            entry = core.entries.get(key)
+            if entry is None:
+                if key not in core.leftovers:
+                    self._check_listed(key)
+                entry = Entry(key, (), stored=core.exists(key))  # whatever its manifest says
+            core.number_wanted = True
+            note_room(core)
+        return self.discard(entry)
 
-        Its number is in use until then.
+    def discard(self, entry: Entry) -> Removal:
+        """Remove a version from all tiers and stores; flushes that are pending give up.
+
+        A thread removes the files. The number of the version is in use until then.
         """
-        if not self._removals:
-            self._removals_began_ns = self.core.now_ns()
-        self._removals.append(removal)
-        self.core.busy[removal.entry] += 1
-        self.core.wake("look")
+        core = self.core
+        with core.locked():
+            remote = entry.remote or entry.key in core.in_remote or entry.key in core.leftovers
+            remote = remote or entry.key[0] in self._remote_unknown
+            removal = Removal(entry, entry.stored, remote)
+            if entry.discarded:
+                removal.done = True
+                return removal
+            core.in_remote.discard(entry.key)
+            core.leftovers.pop(entry.key, None)
+            core.retire(entry)
+            future = core.futures.pop(entry, None)
+            removal.done = not (removal.stored or removal.remote)
+            if not removal.done:
+                if not self._removals:
+                    self._removals_began_ns = core.now_ns()
+                self._removals.append(removal)
+                core.busy[entry] += 1
+                core.wake("look")
+        if future is not None and not future.done():
+            future.observed = True
+            future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
+        return removal
 
     def _next_removal(self) -> Callable[[], None] | None:
         """Return the removal of all that waits, which lets reads of storage go first for a while.
@@ -376,22 +473,21 @@ class System:
         core = self.core
         try:
             self.storing.remove(removals)
-        except (FlashwarpError, OSError) as error:
-            _log.warning(
-                "%s was discarded, and some files stay: %s",
-                ", ".join(str(each.entry) for each in removals),
-                error,
-            )
         finally:
             with core.changed:
                 for each in removals:
+                    each.done = True
                     release(core, each.entry)
                 note_room(core)
+        for each in removals:
+            if each.error is not None:
+                _log.warning("%s was discarded, and some files stay: %s", each.entry, each.error)
 
     def _remove_rest(self) -> None:
         removals, self._removals = self._removals, []
         if removals:
             self._remove(removals)
+        self._warn_of_leftovers()
 
     # The end.
 

@@ -49,12 +49,15 @@ class Entry:
         Its name and number.
     regions : tuple of Region
         What it holds.
+    identity : str
+        Tells it from other versions of its number, before and after it; its copies have it too.
     offsets : dict
         Where each region begins in a block of the version.
     nbytes : int
         Bytes of a block.
     stored, remote : bool
-        Whether it is committed in the directory, or in the remote store.
+        Whether it is committed in the directory, and whether the remote store is known to have it:
+        it was stored there, or compared, by this process.
     discarded : bool
         Whether the user needs it no more.
     unreadable : bool
@@ -67,6 +70,7 @@ class Entry:
 
     key: Key
     regions: tuple[Region, ...]
+    identity: str = ""
     offsets: dict[str, int] = field(init=False)
     nbytes: int = field(init=False)
     stored: bool = False
@@ -134,10 +138,10 @@ class Tier:
         self.backlog = backlog
         self.table = FragmentTable(nbytes if usable_bytes is None else usable_bytes)
         self.lives: dict[Entry, Life] = {}
-        self.demands = 0
-        """Threads of the user's that wait for room here: prefetches let them go first."""
-        self.flushes_waiting = 0
-        """Flushes from the tier above that wait for room here."""
+        self.demands: set[Entry] = set()
+        """Versions for which threads of the user's wait for room: prefetches let them go first."""
+        self.flushes_waiting: set[Entry] = set()
+        """Versions whose flushes from the tier above wait for room here."""
         self.awaited: dict[Entry, list[Hashable]] = {}
         """By the version that waits for room here: those that must leave for it."""
         self.evictions = 0

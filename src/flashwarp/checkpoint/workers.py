@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from flashwarp import endings
 from flashwarp._waiting import STEP_MAX_S
 from flashwarp.checkpoint.core import Core
 
@@ -48,7 +49,7 @@ class Worker:
         self.thread = threading.Thread(
             target=self._run, name=f"flashwarp-checkpoint-{name}", daemon=True
         )
-        self.thread.start()
+        endings.start(self.thread)
 
     def stop(self) -> None:
         """End the thread after its present job; returns at once."""

@@ -199,10 +199,12 @@ def _copy(options: argparse.Namespace) -> None:
             f"{name}  rank {rank:<5d} {len(done.copied)} versions copied "
             f"({done.nbytes / 2**20:,.1f} MiB), {len(done.there)} were there"
         )
-        for version, problem in done.damaged.items():
+        others = dict.fromkeys(done.others, "the target has another one of this number")
+        left = {**done.damaged, **others}
+        for version, problem in left.items():
             print(f"version {version} was not copied: {problem}", file=sys.stderr)
-        damaged += len(done.damaged)
-        copied += len(done.copied) + len(done.there) + len(done.damaged)
+        damaged += len(left)
+        copied += len(done.copied) + len(done.there) + len(left)
     if options.version is not None and not copied:
         raise MissingVersionError(f"{options.place} has no version {options.version}")
     if damaged:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from functools import partial
 
 from flashwarp import endings
@@ -44,7 +43,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _opened: dict[str, Device] = {}
-_opened_lock = threading.Lock()
+_opened_lock = endings.Lock()
 
 
 def resolve(device: object = None) -> Device:
@@ -104,7 +103,7 @@ def _find_or_make(kind: str, ordinal: int) -> Device:
 def _forget_opened() -> None:
     """Forget all devices in a forked child, where none works and the lock may be held for ever."""
     global _opened_lock
-    _opened_lock = threading.Lock()
+    _opened_lock = endings.Lock()
     _opened.clear()
 
 

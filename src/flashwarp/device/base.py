@@ -9,7 +9,6 @@ import ctypes
 import functools
 import logging
 import math
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -162,7 +161,7 @@ class Device(endings.Closing, ABC):
     def __init__(self) -> None:
         self._owned: dict[int, Finalizer] = {}
         self._owned_next = 0
-        self._lock = threading.RLock()
+        self._lock = endings.Lock()
         self._closed = False
         self._built_in: dict[Policy, dict[str, LoadedKernel]] = {}
         self._programs: dict[str, LoadedProgram] = {}

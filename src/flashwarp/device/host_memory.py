@@ -7,9 +7,10 @@ page cache counts as available, because the kernel reclaims it.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from flashwarp import endings
 
 __all__ = ["PinnedFiles", "available_bytes", "pinned_files", "total_bytes"]
 
@@ -31,7 +32,7 @@ class PinnedFiles:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self._sizes: dict[tuple[int, ...], list[int]] = {}
 
     @property

@@ -6,7 +6,6 @@ Closing a handle releases it; so does closing its device, or losing the handle.
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import _native
+from flashwarp import _native, endings
 from flashwarp.config import integer
 from flashwarp.device.foreign import ArrayView, Place
 from flashwarp.endings import Closing
@@ -143,7 +142,7 @@ class Spares:
     def __init__(self) -> None:
         self._kept: dict[int, list[DeviceMemory]] = {}
         self._nbytes = 0
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
 
     def take(self, nbytes: int) -> DeviceMemory | None:
         """Return memory of this size, with any content, if there is some."""

@@ -7,7 +7,6 @@ each other. They take it from this pool and give it back.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from functools import partial
 
@@ -34,7 +33,7 @@ class Scratch:
     def __init__(self, device: Device, stream: OwnedStream) -> None:
         self._device = device
         self._stream = stream
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self._free: list[DeviceMemory] = []
         self._closed = False
 

@@ -378,7 +378,7 @@ class _Mover:
         failure: BaseException | None = None
         try:
             for each in self._threads:
-                each.start()
+                endings.start(each)
             result = meanwhile()
             self._collect(progress)
         except BaseException as error:  # Ctrl-C too: what runs must end before its memory is freed
@@ -433,7 +433,7 @@ class _Mover:
                     each.join()
                 kept.close()
 
-            threading.Thread(target=close, name="flashwarp-load-close", daemon=True).start()
+            endings.start(threading.Thread(target=close, name="flashwarp-load-close", daemon=True))
 
     def _stalled(self, done: int) -> StorageError:
         return StorageError(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from flashwarp import endings
 from flashwarp.errors import ArgumentError, StorageError
 from flashwarp.nvme.drive_namespace import DriveNamespace
 from flashwarp.nvme.queue_pair import NamespacePart
@@ -41,7 +41,7 @@ class DriveExtents:
         self.namespace = namespace
         self.parts = _merged(parts)
         self._name = name
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self._users: list[Callable[[], None]] = []
         self._ended: Callable[[], StorageError] | None = None
 

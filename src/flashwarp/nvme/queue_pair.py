@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-from flashwarp import _native
+from flashwarp import _native, endings
 from flashwarp.device import Device
 from flashwarp.device.memory import DeviceMemory, align_up
 from flashwarp.endings import NotCopied
@@ -253,7 +252,7 @@ class QueuePairs(NotCopied):
         self._extents: DeviceMemory | None = None
         self._epoch = self._own_epoch = Epoch(device) if leased else None
         # The lease's keeper may come while the structs move into a table.
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self.address = self._memory.address
         # What wants to know where the structs lie, called when they have moved.
         self.moved: Callable[[], None] = lambda: None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,7 +131,7 @@ class VfioController(Controller, endings.Closing):
         endings.check_not_ended()
         found = _check_bound(binding.find(bdf))
         self.bdf = found.bdf
-        self._lock = threading.RLock()
+        self._lock = endings.Lock()
         self._namespaces: dict[int, DriveNamespace] = {}
         self._services: set[VfioService] = set()
         self._closed = False

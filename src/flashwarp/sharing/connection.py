@@ -11,12 +11,12 @@ import contextlib
 import os
 import select
 import socket
-import threading
 import time
 import weakref
+from functools import partial
 from typing import Any, NoReturn
 
-from flashwarp import config
+from flashwarp import config, endings
 from flashwarp.errors import ForkError, OwnerLostError, SharedCacheError
 from flashwarp.sharing import messages, names
 from flashwarp.sharing.messages import Message
@@ -51,7 +51,7 @@ class Connection:
         self.hello: Message
         self.name = name
         self._socket = client
-        self._guard = threading.Lock()
+        self._guard = endings.Lock()
         self._lost = ""
         self._hung_up = False
         self._closed = False
@@ -130,6 +130,13 @@ class Connection:
         return message
 
     def _exchange(self, body: dict[str, Any], payload: bytes) -> Message:
+        """Send a message and return the answer; a signal waits, for as long as an answer may take.
+
+        In between it would leave a connection that nobody can use, and descriptors to nobody.
+        """
+        return endings.uninterrupted(partial(self._exchange_now, body, payload))
+
+    def _exchange_now(self, body: dict[str, Any], payload: bytes) -> Message:
         with self._guard:
             self.check()
             limit = limit_s()

@@ -66,14 +66,14 @@ class Listener:
         self._lock = lock
         self._begin = begin
         self._clients: dict[int, tuple[socket.socket, threading.Thread]] = {}
-        self._guard = threading.Lock()
-        self._closing = threading.Event()
+        self._guard = endings.Lock()
+        self._closing = endings.Event()
         self._server = names.listen(name)
         _open.add(self)
         self._thread = threading.Thread(
             target=self._accept, name=f"flashwarp sharing {name}", daemon=True
         )
-        self._thread.start()
+        endings.start(self._thread)
 
     @property
     def clients(self) -> int:
@@ -119,7 +119,7 @@ class Listener:
                 client.close()
                 continue
             try:
-                thread.start()
+                endings.start(thread)
             except RuntimeError as error:
                 self._forget(client)
                 _refuse(client, SharedCacheError(f"the owner can start no thread: {error}"))

@@ -11,14 +11,14 @@ import contextlib
 import errno
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from flashwarp import _native, config
+from flashwarp import _native, config, endings
 from flashwarp.device import Device, host_memory
 from flashwarp.errors import PathError
 from flashwarp.storage import npy
@@ -228,17 +228,13 @@ class WayReview:
         self._next = every
         self._total = 0
         self._rates: dict[bool, float] = {}
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self.changes: list[str] = []
 
     def look(self, file: _native.FileStorage) -> None:
         """If it is time, look at the reads, and change the way of the file if that pays."""
-        if file.nbytes_noted < self._next or not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._look(file)
-        finally:
-            self._lock.release()
+        if file.nbytes_noted >= self._next:
+            _native.holding(self._lock, partial(self._look, file), False)
 
     def _look(self, file: _native.FileStorage) -> None:
         seen = ReadFigures(*file.read_figures())

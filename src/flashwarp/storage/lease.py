@@ -69,7 +69,7 @@ class Lease:
         self.path = path
         self._kind = fcntl.F_WRLCK if excludes_readers else fcntl.F_RDLCK
         self._once = once
-        self._turn = threading.Lock()
+        self._turn = endings.Lock()
         self._leave: Callable[[], bool] | None = None
         self._changed: Callable[[StorageError | None], None] | None = None
         self._held = True
@@ -215,7 +215,7 @@ class Lease:
 
     def _forget_in_child(self) -> None:
         """Close the child's descriptor, without ending the parent's lease."""
-        self._turn = threading.Lock()
+        self._turn = endings.Lock()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -225,10 +225,10 @@ class _Keeper:
     """The thread that attends to all leases of the process, while there are any."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._stop = endings.Event()
         os.register_at_fork(after_in_child=self._forget_in_child)
         endings.at_exit(self._end)
 
@@ -244,7 +244,7 @@ class _Keeper:
                 self._thread = threading.Thread(
                     target=self._run, name="flashwarp leases", daemon=True
                 )
-                self._thread.start()
+                endings.start(self._thread)
 
     def _run(self) -> None:
         while not self._stop.wait(_POLL_S):
@@ -271,8 +271,8 @@ class _Keeper:
             thread.join(_STOP_S)
 
     def _forget_in_child(self) -> None:
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._lock = endings.Lock()
+        self._stop = endings.Event()
         self._thread = None
         for lease in list(self._leases):
             lease._forget_in_child()

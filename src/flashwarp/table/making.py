@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from flashwarp import endings
 from flashwarp.config import SIZE_MAX, flag, integer, number
 from flashwarp.errors import ArgumentError
 from flashwarp.storage import files, npy
@@ -123,9 +123,11 @@ def create_table(
                 block = max(1, _BLOCK_BYTES // (4 * width))
                 write = _Writer(draft.descriptor, layout.offset, rows, width, dim, draw)
                 write.state = slice(dim, rule.width(dim)), state
-                with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
-                    for _ in pool.map(write, range(0, rows, block), [block] * -(-rows // block)):
-                        pass
+                threads = min(_THREADS_MAX, os.cpu_count() or 1)
+                with endings.Pool(threads, "flashwarp-table") as pool:
+                    firsts = range(0, rows, block)
+                    for written in [pool.submit(write, first, block) for first in firsts]:
+                        written.result()
                 os.fsync(draft.descriptor)
         except OSError as error:
             raise files.write_error(error, target) from error

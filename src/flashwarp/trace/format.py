@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.storage import files
 
@@ -54,6 +54,7 @@ class Trace:
             raise ArgumentError(
                 f"line numbers from {lines.min()} to {lines.max()} leave 0 to {_LINES_MAX - 1}"
             )
+        integer("line_bytes", self.line_bytes, 1, SIZE_MAX)
         object.__setattr__(self, "lines", np.ascontiguousarray(lines, np.int64))
 
     def __len__(self) -> int:
@@ -89,11 +90,14 @@ class Trace:
             When it is something else.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 if (version := int(file["version"])) != _VERSION:
                     raise ValueError(f"it has version {version}, not {_VERSION}")
-                return cls(file["lines"], int(file["line_bytes"]), str(file["name"]))
+                return cls(file["lines"], file["line_bytes"].item(), str(file["name"]))
         except FileNotFoundError as error:
             raise MissingFileError(f"{os.fspath(path)} does not exist") from error
-        except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
-            raise FileFormatError(f"{os.fspath(path)} is no trace: {error}") from error
+        # The readers of zip files, of compressed data and of headers raise a dozen kinds, also
+        # MemoryError for a size that is not that of the file.
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise FileFormatError(f"{os.fspath(path)} is no trace: {why}") from error

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
+from flashwarp import endings
 from flashwarp.config import integer
 
 __all__ = ["LinkBandwidth"]
@@ -48,7 +48,7 @@ class LinkBandwidth:
     def __init__(self, name: str, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.name = name
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         # Scaled by `_SHARE`, so that small sums do not vanish in the division.
         self._bytes = 0
         self._ns = 0

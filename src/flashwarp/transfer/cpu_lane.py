@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -28,7 +27,7 @@ class CpuLane:
         self._bandwidth = bandwidth
         self._copier = _native.HostCopier()
         self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._lock = endings.Lock()
         self._tickets: deque[Ticket] = deque()
         self._failed: list[Ticket] = []
         # Memory of words that queued jobs use, with the number of the job: words may be closed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -34,7 +33,7 @@ class CudaLane:
     def __init__(self, device: CudaDevice, bandwidth: LinkBandwidth) -> None:
         self._context = device.context
         self._bandwidth = bandwidth
-        self._lock = threading.RLock()
+        self._lock = endings.Lock()
         self._tickets: deque[Ticket] = deque()
         self._failed: list[Ticket] = []
         self._stream = device.create_stream()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from functools import partial
 from typing import Any
@@ -41,7 +40,7 @@ class StagingPool(endings.Closing):
         self.device = device
         self.budget_bytes = integer("budget", parse_bytes(budget, "budget"), 1, _MOST)
         self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._lock = endings.Lock()
         self._free: dict[int, DeviceMemory] = {}
         self._allocated = 0
         self._returned: deque[tuple[DeviceMemory, list[InFlight]]] = deque()

@@ -47,7 +47,7 @@ class InFlight(Protocol):
 class Lender(Protocol):
     """A ring or pool, as far as its buffers need it."""
 
-    _lock: threading.RLock
+    _lock: endings.Lock
 
     def _take_back(self, memory: DeviceMemory, copies: list[InFlight]) -> None: ...
 
@@ -187,7 +187,7 @@ class StagingRing(endings.Closing):
                 f"{self.buffer_bytes} bytes: raise the budget, or take smaller buffers"
             )
         self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._lock = endings.Lock()
         self._made: list[DeviceMemory] = []
         # What is free, by address: adding twice adds once, so an interrupted step can be repeated.
         self._free: dict[int, DeviceMemory] = {}
@@ -200,7 +200,7 @@ class StagingRing(endings.Closing):
         self._entry = _Entry(self)
         endings.remember(self._entry)
         self._grower = threading.Thread(target=self._grow, name="flashwarp-pinning", daemon=True)
-        self._grower.start()
+        endings.start(self._grower)
 
     # What it has.
 

@@ -86,6 +86,8 @@ def test_copies_are_verified_and_equal(tmp_path: Path) -> None:
         assert (again.copied, again.there) == ([], [3, 1])
         with pytest.raises(MissingVersionError):
             copy_versions(source, target, "run", [77])
+        for version in (1, 3, 4):
+            assert target.identity("run", version) == source.identity("run", version)
         # Nothing is left of the copy that failed.
         assert len(files_of(target.path, rank=2)) == 6
 

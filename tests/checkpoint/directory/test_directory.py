@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -471,3 +472,56 @@ def test_missing_short_and_long_data_is_damage(directory: Directory) -> None:
     assert f"it has {2 * CHUNK} bytes, and {3 * CHUNK} were written" in problems[3]
     assert "it has" in problems[4]
     assert directory.latest("run") == 1
+
+
+def test_a_version_that_is_written_again_has_another_identity(directory: Directory) -> None:
+    store(directory, 1, 100)
+    first = directory.identity("run", 1)
+    directory.discard("run", 1)
+    assert directory.identity("run", 1) is None
+    store(directory, 1, 100)
+
+    assert first != directory.identity("run", 1)
+
+
+def test_a_damaged_version_is_replaced_by_a_copy_of_itself(
+    directory: Directory, tmp_path: Path
+) -> None:
+    store(directory, 1, 100)
+    with Directory(tmp_path / "copy") as copy:
+        with directory.open("run", 1) as reader:
+            copy.upload(reader)
+        with copy.open("run", 1) as reader, directory.open("run", 1) as before:
+            assert not directory.upload(reader)
+            with directory.begin(
+                "run", 1, reader.regions, replace=True, identity=reader.identity
+            ) as writer:
+                writer.write("r0", 0, reader.load("r0"))
+                writer.commit()
+            check(before, 1)
+
+        with directory.open("run", 1) as reader:
+            check(reader, 1)
+            assert reader.identity == copy.identity("run", 1)
+    assert len(files_of(directory.path)) == 2
+
+
+def test_a_discard_beside_a_commit_of_its_version_leaves_it_whole_or_missing(
+    directory: Directory,
+) -> None:
+    def write() -> None:
+        while True:
+            with contextlib.suppress(ExistingVersionError):
+                store(directory, 5, 4000, replace=True)
+                return
+
+    for _ in range(100):
+        write()
+        thread = threading.Thread(target=directory.discard_all, args=("run", [5]))
+        thread.start()
+        write()
+        thread.join(60)
+
+        with contextlib.suppress(MissingVersionError), directory.open("run", 5) as reader:
+            check(reader, 5)
+        assert len(files_of(directory.path)) in (0, 2)

@@ -165,7 +165,7 @@ def test_any_cut_of_the_manifest_is_found(committed: Path) -> None:
 
 def signed(body: Any) -> bytes:
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return b"flashwarp-checkpoint 1 %012d %08x\n" % (len(text), _native.crc32c(text)) + text
+    return b"flashwarp-checkpoint 2 %012d %08x\n" % (len(text), _native.crc32c(text)) + text
 
 
 def body_of(path: Path) -> Any:
@@ -303,8 +303,39 @@ def test_manifest_is_text_that_json_reads(committed: Path) -> None:
 def test_newer_format_is_named(committed: Path) -> None:
     text = next(committed.glob("run/*/*.manifest")).read_bytes()
 
-    with pytest.raises(ValueError, match="its format is 2"):
-        manifest.parse(text.replace(b"checkpoint 1 ", b"checkpoint 2 ", 1))
+    with pytest.raises(ValueError, match="its format is 3"):
+        manifest.parse(text.replace(b"checkpoint 2 ", b"checkpoint 3 ", 1))
+
+
+def as_format_1(path: Path, **fields: Any) -> bytes:
+    """The manifest as it was written before versions had an identity."""
+    body = {**body_of(path), **fields}
+    del body["identity"]
+    return signed(body).replace(b"checkpoint 2 ", b"checkpoint 1 ", 1)
+
+
+def test_a_version_of_format_1_is_read_and_its_contents_are_its_identity(committed: Path) -> None:
+    path = next(committed.glob("run/*/*.manifest"))
+    written = manifest.parse(path.read_bytes())
+    text = as_format_1(committed)
+    copied = as_format_1(committed, data=f"{1:019d}-{5:016x}.data", written="", metadata={})
+    body = body_of(committed)
+    body["regions"][0]["crc32c"] = "0" * len(body["regions"][0]["crc32c"])
+    other = as_format_1(committed, regions=body["regions"])
+
+    path.write_bytes(text)
+
+    found, copy = manifest.parse(text), manifest.parse(copied)
+    assert found.identity == copy.identity
+    assert len({found.identity, written.identity, manifest.parse(other).identity}) == 3
+    with Directory(committed) as directory, directory.open("run", 1) as reader:
+        reader.verify()
+
+
+@pytest.mark.parametrize("identity", ["", "5" * 31, "G" * 32, 5, None])
+def test_an_identity_that_is_none_is_refused(committed: Path, identity: object) -> None:
+    with pytest.raises(ValueError):
+        manifest.parse(signed({**body_of(committed), "identity": identity}))
 
 
 def test_errors_of_reading_are_ours(committed: Path) -> None:

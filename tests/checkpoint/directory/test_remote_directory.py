@@ -129,9 +129,52 @@ def test_version_that_is_there_is_not_stored_again(
     place: RemoteDirectory, source: Directory
 ) -> None:
     with source.open("run", 1) as reader:
+        assert place.upload(reader)
+        before = obstore.list(place._store).collect()
+        assert not place.upload(reader)
+        assert obstore.list(place._store).collect() == before
+
+
+def test_a_put_whose_answer_was_lost_is_done_when_it_is_asked_again(
+    place: RemoteDirectory, source: Directory, quick: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = place._obstore.put
+
+    def put_without_answer(store: Any, path: str, *arguments: Any, **options: Any) -> Any:
+        put(store, path, *arguments, **options)
+        if path.endswith(".manifest"):
+            raise OSError("the connection was lost")
+
+    with source.open("run", 1) as reader:
+        monkeypatch.setattr(place._obstore, "put", put_without_answer)
+        with pytest.raises(RemoteError):
+            place.upload(reader)
+        monkeypatch.setattr(place._obstore, "put", put)
+        assert not place.upload(reader)
+        assert place.identity("run", 1) == reader.identity
+
+
+def test_another_version_of_a_number_is_replaced_only_if_asked(
+    place: RemoteDirectory, source: Directory
+) -> None:
+    with source.open("run", 1) as reader:
         place.upload(reader)
+    source.discard("run", 1)
+    store(source, 1, 5000)
+
+    done = copy_versions(source, place, "run")
+    with source.open("run", 1) as reader:
         with pytest.raises(ExistingVersionError):
             place.upload(reader)
+        assert place.upload(reader, replace=True)
+        identity = reader.identity
+
+    assert (done.copied, done.there, done.others) == ([2, 3], [], [1])
+    assert place.identity("run", 1) == identity
+    with place.open("run", 1) as found:
+        check(found, 1)
+    names = [each["path"] for each in obstore.list(place._store).collect()]
+    assert len([name for name in names if "0001-" in name]) == 1, "the old data is removed"
 
 
 def test_growing_remote_history_is_followed(place: RemoteDirectory, source: Directory) -> None:

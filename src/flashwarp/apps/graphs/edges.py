@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwarp import config
+from flashwarp import config, endings
 
 __all__ = ["VERTICES_MAX", "EdgeSource", "Edges", "parallel_map"]
 
@@ -50,7 +50,7 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> I
     """Yield the results in order, computed by a thread a core, with a bounded number in flight."""
     threads = config.cores()
     waiting: deque[Future[Result]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
+    with endings.Pool(threads, "flashwarp-edges") as pool:
         try:
             for item in items:
                 waiting.append(pool.submit(function, item))

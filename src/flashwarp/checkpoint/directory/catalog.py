@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -17,12 +18,13 @@ from flashwarp.endings import Closing
 from flashwarp.errors import (
     ArgumentError,
     DamagedVersionError,
+    ExistingVersionError,
     MissingFileError,
     MissingVersionError,
     StorageError,
 )
 
-__all__ = ["Catalog"]
+__all__ = ["Catalog", "exists"]
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +67,40 @@ class Catalog(Closing):
         """Open a data file; raises MissingFileError, or DamagedVersionError for another size."""
 
     @abstractmethod
+    def upload(self, reader: VersionReader, *, replace: bool = False) -> bool:
+        """Store a version that is open elsewhere; every byte of it is checked on the way.
+
+        Returns False if this very version, by its identity, is here already: an earlier attempt may
+        have stored it, and its answer was lost.
+
+        Parameters
+        ----------
+        reader : VersionReader
+            The version.
+        replace : bool
+            Replace another version of this number. If False, it is refused.
+
+        Raises
+        ------
+        ExistingVersionError
+            If there is another version of this number.
+        DamagedVersionError
+            If the version is damaged. What is here stays as it was then.
+        RemoteError, PathError, StorageError
+            If it could not be stored.
+        """
+
+    def _has(self, reader: VersionReader, replace: bool) -> bool:
+        """Return whether a version is here; raises ExistingVersionError if another one is."""
+        try:
+            found = self.identity(reader.name, reader.version)
+        except DamagedVersionError:
+            found = ""
+        if found not in (None, reader.identity) and not replace:
+            raise exists(reader.name, reader.version, repr(self))
+        return found == reader.identity
+
+    @abstractmethod
     def discard_all(self, name: str, versions: Iterable[int]) -> list[int]:
         """Remove several versions of this rank; return those that were there."""
 
@@ -94,6 +130,17 @@ class Catalog(Closing):
         """Return the committed versions of a checkpoint, ascending; reads none of them."""
         self._check_open()
         return names.versions_among(self._listed(*self._folders(name, rank)))
+
+    def identity(self, name: str, version: int, *, rank: int | None = None) -> str | None:
+        """Return the identity of a version, if it is here; see `VersionReader.identity`.
+
+        Raises as `open` for a version that is damaged or cannot be reached.
+        """
+        try:
+            with self.open(name, version, rank=rank) as found:
+                return found.identity
+        except MissingVersionError:
+            return None
 
     def examine(
         self, name: str, *, verify: bool = False, rank: int | None = None
@@ -286,3 +333,13 @@ class Catalog(Closing):
             poll_s=self._poll_s if poll_s is None else poll_s,
             until=last,
         )
+
+
+def exists(name: str, version: int, path: str) -> ExistingVersionError:
+    """Make the error of a version that is there."""
+    return ExistingVersionError(
+        errno.EEXIST,
+        f"version {version} of {name!r} exists: choose another number, discard it first, or give "
+        "replace=True",
+        path,
+    )

@@ -5,13 +5,12 @@ A byte is written once: overlapping writes are refused, and so is the end while 
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwarp import _native
+from flashwarp import _native, endings
 from flashwarp.errors import ArgumentError, CheckpointError
 
 __all__ = ["Checksums", "chunk_checksums", "chunk_count"]
@@ -43,7 +42,7 @@ class Checksums:
         # Disjoint ranges that were begun, ascending; neighbours are joined.
         self._begins: list[int] = []
         self._ends: list[int] = []
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
 
     def reserve(self, offset: int, nbytes: int) -> None:
         """Claim bytes for a write; raises ArgumentError if they are outside or claimed before."""

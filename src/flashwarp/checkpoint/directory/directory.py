@@ -6,24 +6,26 @@ rank; the kernel ends its lock when it dies. Any process reads any rank at any t
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flashwarp import endings
 from flashwarp.checkpoint.directory import lock, manifest, names
-from flashwarp.checkpoint.directory.catalog import Catalog
+from flashwarp.checkpoint.directory.buffers import page_aligned
+from flashwarp.checkpoint.directory.catalog import Catalog, exists
 from flashwarp.checkpoint.directory.local import FileSource
+from flashwarp.checkpoint.directory.reader import VersionReader
 from flashwarp.checkpoint.directory.writer import (
     VersionWriter,
     empty_record,
-    exists,
     sync_folder,
 )
 from flashwarp.checkpoint.region import Region
@@ -31,6 +33,7 @@ from flashwarp.config import flag, parse_bytes
 from flashwarp.errors import (
     ArgumentError,
     ClosedError,
+    DamagedVersionError,
     ExistingVersionError,
     FlashwarpError,
     ForkError,
@@ -105,10 +108,13 @@ class Directory(Catalog):
         self.chunk_bytes = _check_chunk(chunk_bytes)
         self._o_direct = None if o_direct is None else flag("o_direct", o_direct)
         self._writers: dict[tuple[str, int], VersionWriter | None] = {}
-        self._guard = threading.Lock()
+        self._guard = endings.Lock()
+        # Of two threads that publish, begin and discard one version, one goes first. Without a
+        # limit: who has the turn renames or removes files, and syncs.
+        self._turns = [endings.Lock() for _ in range(_TURNS)]
         self._closed = False
         self._process = os.getpid()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = endings.Pool(_THREADS, "flashwarp-checkpoint")
         self._lock: lock.RankLock | None = None
         if self.writable:
             self._make_folder(self.path)
@@ -132,6 +138,7 @@ class Directory(Catalog):
         *,
         replace: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        identity: str | None = None,
     ) -> VersionWriter:
         """Begin to write a version; space for all of it is taken from the disk at once.
 
@@ -148,6 +155,8 @@ class Directory(Catalog):
             old one open keep it. If False, such a version is refused.
         metadata : mapping, optional
             Stored beside the regions as JSON, at most 1 MiB.
+        identity : str, optional
+            For a copy: that of the version that is copied. Default: a new one.
 
         Raises
         ------
@@ -162,7 +171,8 @@ class Directory(Catalog):
         name, version = names.check_name(name), names.check_version(version)
         replace = flag("replace", replace)
         kept = manifest.check_metadata(metadata)
-        record = empty_record(name, version, self.rank, regions, self.chunk_bytes, kept)
+        identity = names.identity_of(identity)
+        record = empty_record(name, version, self.rank, regions, self.chunk_bytes, kept, identity)
         folder = self._folder(name)
         key = name, version
         with self._guard:
@@ -174,21 +184,12 @@ class Directory(Catalog):
                 )
             self._writers[key] = None
         try:
-            path = folder / names.manifest_name(version)
-            if not replace and os.path.lexists(path):
-                raise exists(name, version, str(path))
-            self._make_folder(folder)
-            writer = VersionWriter(
-                folder,
-                record,
-                replace=replace,
-                o_direct=self._o_direct,
-                run=self._run,
-                ended=self._writer_ended,
-            )
+            with self._turn(version):
+                begin = partial(self._begin, folder, record, replace)
+                writer = endings.uninterrupted(begin, VersionWriter.abort)
         except BaseException:
             with self._guard:
-                del self._writers[key]
+                self._writers.pop(key, None)
             self._release_if_idle()
             raise
         with self._guard:
@@ -198,6 +199,72 @@ class Directory(Catalog):
             writer.abort()
             self._check_open()
         return writer
+
+    def _begin(self, folder: Path, record: manifest.Manifest, replaces: bool) -> VersionWriter:
+        path = folder / names.manifest_name(record.version)
+        if not replaces and os.path.lexists(path):
+            raise exists(record.name, record.version, str(path))
+        self._make_folder(folder)
+        if os.path.lexists(folder / record.data):  # another copy of the same, perhaps a damaged one
+            number = int.from_bytes(os.urandom(8), "little")
+            record = dataclasses.replace(record, data=names.data_name(record.version, number))
+        return VersionWriter(
+            folder,
+            record,
+            replaces=replaces,
+            o_direct=self._o_direct,
+            run=self._run,
+            turn=self._turn(record.version),
+            ended=self._writer_ended,
+        )
+
+    def upload(self, reader: VersionReader, *, replace: bool = False) -> bool:
+        """Store a version that is open elsewhere; see `Catalog.upload`."""
+        if self._has(reader, replace):
+            return False
+        with self.begin(
+            reader.name,
+            reader.version,
+            reader.regions,
+            replace=replace,
+            metadata=reader.metadata,
+            identity=reader.identity,
+        ) as writer:
+            copy_regions(reader, writer)
+            writer.commit()
+        return True
+
+    def note_discarded(self, name: str, versions: Iterable[int]) -> None:
+        """Note, durably, that versions are discarded of which another store may have copies."""
+        folder = self._folder(name)
+        self._make_folder(folder)
+        for version in versions:
+            try:
+                (folder / names.discarded_name(version)).touch()
+            except OSError as error:
+                raise files.write_error(error, str(folder / "")) from error
+        sync_folder(folder)
+
+    def forget_discarded(self, name: str, version: int) -> None:
+        """Remove such a note: there are no copies any more, or none that is not of the version."""
+        _remove(self._folder(name) / names.discarded_name(version))
+
+    def discarded(self, name: str) -> set[int]:
+        """Return the versions of this rank that have such notes."""
+        return set(names.versions_among(self._listed(*self._folders(name, None)), "discarded"))
+
+    def may_be(self, name: str, version: int, identity: str) -> bool:
+        """Return whether a version that cannot be read here may be the one of an identity.
+
+        If its manifest cannot be read either, the name of its data file says it.
+        """
+        try:
+            return self._manifest(name, version, None)[1].identity == identity
+        except MissingVersionError:
+            return True  # nothing here says otherwise
+        except DamagedVersionError:
+            data = names.data_name(version, int(identity[:16], 16))
+            return data in self._listed(*self._folders(name, None))
 
     def discard(self, name: str, version: int) -> None:
         """Remove a version of this rank; raises MissingVersionError if there is none.
@@ -212,9 +279,14 @@ class Directory(Catalog):
     def discard_all(self, name: str, versions: Iterable[int]) -> list[int]:
         """Remove several versions of this rank; return those that were there."""
         self._check_writable()
-        folder = self._folder(name)
+        numbers = [names.check_version(version) for version in versions]
+        turns = [self._turns[place] for place in sorted({each % _TURNS for each in numbers})]
+        discard = partial(self._discard, self._folder(name), numbers)
+        return endings.uninterrupted(partial(endings.holding, turns, discard))
+
+    def _discard(self, folder: Path, versions: list[int]) -> list[int]:
         removed: dict[int, str | None] = {}
-        for version in map(names.check_version, versions):
+        for version in versions:
             data = self._data_of(folder, version)
             try:
                 (folder / names.manifest_name(version)).unlink()
@@ -241,8 +313,7 @@ class Directory(Catalog):
             if writer is not None:
                 writer.abort()
         self._release_if_idle()
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._pool.close()
 
     def _release_if_idle(self) -> None:
         """Give up the lock: not before every commit has ended, or its data would be a leftover."""
@@ -285,20 +356,7 @@ class Directory(Catalog):
 
     def _run(self, act: Callable[..., T], *arguments: Any) -> Future[T]:
         """Call a function in another thread; in this one if the interpreter is ending."""
-        with self._guard:
-            if self._pool is None and not self._closed:
-                self._pool = ThreadPoolExecutor(_THREADS, "flashwarp-checkpoint")
-        try:
-            if self._pool is not None:
-                return self._pool.submit(act, *arguments)
-        except RuntimeError:
-            pass
-        done: Future[T] = Future()
-        try:
-            done.set_result(act(*arguments))
-        except BaseException as error:
-            done.set_exception(error)
-        return done
+        return self._pool.submit(act, *arguments)
 
     def _writer_ended(self, writer: VersionWriter) -> None:
         if writer.committed and writer.replaces:
@@ -309,6 +367,9 @@ class Directory(Catalog):
         with self._guard:
             self._writers.pop((writer.name, writer.version), None)
         self._release_if_idle()
+
+    def _turn(self, version: int) -> endings.Lock:
+        return self._turns[version % _TURNS]
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder and what lies above it, durably."""
@@ -335,15 +396,10 @@ class Directory(Catalog):
 
     def _remove_named(self, folder: Path, data: Mapping[int, str | None]) -> None:
         """Remove the data files that manifests named; a listing takes 1 us for each file there."""
-        unsure = set()
-        for version, name in data.items():
-            with self._guard:
-                replaced = (folder.parent.name, version) in self._writers
-            if not name or replaced:  # the manifest could not be read, or may have been another one
-                unsure.add(version)
-            else:
-                _remove(folder / name)
-        self._remove_data(folder, unsure)
+        for name in filter(None, data.values()):
+            _remove(folder / name)
+        # Of these the manifest could not be read.
+        self._remove_data(folder, {version for version, name in data.items() if not name})
 
     def _remove_data(self, folder: Path, versions: set[int]) -> None:
         """Remove the data files of versions, except those that a manifest names."""
@@ -398,9 +454,39 @@ def _close_all() -> None:
 _THREADS = 4
 """They compute checksums while callers write, and read parts of large reads: mostly they wait."""
 
+_PIECE_BYTES = 8 << 20
+_PIECES_IN_FLIGHT = 4
+_TURNS = 64
 _DRAFT = ".flashwarp-"
 _UNKNOWN = ""
 """In place of a data file's name: the manifest cannot be read, so nobody knows."""
+
+
+def copy_regions(reader: VersionReader, writer: VersionWriter) -> None:
+    """Copy all bytes of a version, several pieces at a time; each is checked when it is read."""
+    with endings.Pool(_PIECES_IN_FLIGHT, "flashwarp-copy") as pool:
+        pending: list[endings.Future[None]] = []
+        for name, offset, nbytes in _pieces(reader):
+            if len(pending) == _PIECES_IN_FLIGHT:
+                pending.pop(0).result()
+            pending.append(pool.submit(_copy_piece, reader, writer, name, offset, nbytes))
+        for each in pending:
+            each.result()
+
+
+def _pieces(reader: VersionReader) -> Iterator[tuple[str, int, int]]:
+    step = max(_PIECE_BYTES, reader.manifest.chunk_bytes)
+    for region in reader.regions:
+        for offset in range(0, region.nbytes, step):
+            yield region.name, offset, min(step, region.nbytes - offset)
+
+
+def _copy_piece(
+    reader: VersionReader, writer: VersionWriter, name: str, offset: int, nbytes: int
+) -> None:
+    memory = page_aligned(nbytes)
+    reader.read_into(name, offset, memory)
+    writer.write(name, offset, memory)
 
 
 def _check_chunk(chunk_bytes: int | str) -> int:

@@ -7,6 +7,7 @@ bounded by the size of the text.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -37,7 +38,8 @@ __all__ = [
     "parse",
 ]
 
-FORMAT = 1
+FORMAT = 2
+_WITHOUT_IDENTITY = 1
 ALIGNMENT = 4096
 """Regions begin at its multiples in the data file, so that O_DIRECT and mappings reach them."""
 
@@ -79,6 +81,8 @@ class Manifest:
     metadata: Mapping[str, Any]
     written: str = ""
     """When, in UTC, by the writer's clock; for people only."""
+    identity: str = ""
+    """Of what was written: all copies share it, and no other version has it."""
 
 
 def lay_out(regions: Sequence[Region]) -> tuple[list[int], int]:
@@ -102,6 +106,7 @@ def encode(manifest: Manifest) -> bytes:
         "name": manifest.name,
         "version": manifest.version,
         "rank": manifest.rank,
+        "identity": manifest.identity,
         "written": manifest.written,
         "byte_order": sys.byteorder,
         "data": manifest.data,
@@ -121,8 +126,8 @@ def encode(manifest: Manifest) -> bytes:
     return _header(text) + text
 
 
-def _header(text: bytes) -> bytes:
-    return b"flashwarp-checkpoint %d %012d %08x\n" % (FORMAT, len(text), _native.crc32c(text))
+def _header(text: bytes, number: int = FORMAT) -> bytes:
+    return b"flashwarp-checkpoint %d %012d %08x\n" % (number, len(text), _native.crc32c(text))
 
 
 def _region_fields(stored: StoredRegion) -> dict[str, Any]:
@@ -160,18 +165,23 @@ def parse(text: bytes) -> Manifest:
     line = _HEADER.match(text[:_HEADER_BYTES_MAX])
     if line is None:
         raise ValueError("it does not begin as a manifest")
-    if int(line[1]) != FORMAT:
+    number = int(line[1])
+    if number not in (FORMAT, _WITHOUT_IDENTITY):
         raise ValueError(
-            f"its format is {int(line[1])}, and this version of flashwarp reads {FORMAT}"
+            f"its format is {number}, and this version of flashwarp reads {_WITHOUT_IDENTITY} and "
+            f"{FORMAT}"
         )
     body = text[line.end() :]
     if len(body) != int(line[2]):
         raise ValueError(f"its text has {len(body)} bytes, and {int(line[2])} were written")
-    if _header(body) != line[0]:
+    if _header(body, number) != line[0]:
         raise ValueError("its checksum is not that of its text")
     # From here on only a program that computes checksums can have made the text.
     try:
-        return _manifest(json.loads(body))
+        found = json.loads(body)
+        if number == _WITHOUT_IDENTITY:
+            found["identity"] = _identity_by_contents(found)
+        return _manifest(found)
     except FlashwarpError as error:
         raise ValueError(str(error)) from error
     except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -211,7 +221,16 @@ def _manifest(found: Any) -> Manifest:
         tuple(stored),
         found["metadata"],
         _text(found["written"])[:64],
+        names.identity_of(_text(found["identity"])),
     )
+
+
+def _identity_by_contents(found: dict[str, Any]) -> str:
+    """Return the identity of a version of format 1, which its copies share, as all checksums do."""
+    fields = ("name", "dtype", "shape", "nbytes", "crc32c")
+    regions = [[region[field] for field in fields] for region in found["regions"]]
+    text = json.dumps([found["name"], found["version"], found["chunk_bytes"], regions])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _stored_region(found: Any, end: int, chunk_bytes: int) -> StoredRegion:

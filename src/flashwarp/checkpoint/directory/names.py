@@ -21,6 +21,8 @@ __all__ = [
     "check_version",
     "data_name",
     "data_version",
+    "discarded_name",
+    "identity_of",
     "manifest_name",
     "rank_folder",
     "rank_of",
@@ -33,7 +35,7 @@ _VERSION_DIGITS = 19  # of 2^63 - 1
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RANK = re.compile(r"rank-([0-9]{5})")
-_MANIFEST = re.compile(r"([0-9]{19})\.manifest")
+_IDENTITY = re.compile("[0-9a-f]{32}")
 DATA = re.compile(r"([0-9]{19})-[0-9a-f]{16}\.data")
 """Names of data files."""
 
@@ -85,9 +87,23 @@ def manifest_name(version: int) -> str:
     return f"{version:0{_VERSION_DIGITS}d}.manifest"
 
 
+def discarded_name(version: int) -> str:
+    """Return the name of the note that a version was discarded, which other stores may have."""
+    return f"{version:0{_VERSION_DIGITS}d}.discarded"
+
+
 def data_name(version: int, number: int) -> str:
     """Return the name of a data file; `number` of 64 bits tells apart those of one version."""
     return f"{version:0{_VERSION_DIGITS}d}-{number:016x}.data"
+
+
+def identity_of(identity: object = None) -> str:
+    """Return the identity of a version, 32 hexadecimal digits; without one, a new one."""
+    if identity is None:
+        return os.urandom(16).hex()
+    if not isinstance(identity, str) or not _IDENTITY.fullmatch(identity):
+        raise ArgumentError(f"{repr(identity)[:80]} is no identity: 32 hexadecimal digits are")
+    return identity
 
 
 def data_version(name: str) -> int | None:
@@ -96,7 +112,7 @@ def data_version(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def versions_among(names: Iterable[str]) -> list[int]:
-    """Return the versions whose manifests are among the names of files, ascending."""
-    matches = map(_MANIFEST.fullmatch, names)
+def versions_among(names: Iterable[str], ending: str = "manifest") -> list[int]:
+    """Return the versions whose manifests, or notes, are among the names of files, ascending."""
+    matches = map(re.compile(rf"([0-9]{{19}})\.{ending}").fullmatch, names)
     return sorted(v for match in matches if match and (v := int(match[1])) <= SIZE_MAX)

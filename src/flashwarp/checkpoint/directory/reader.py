@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from flashwarp.checkpoint.directory.checksums import chunk_checksums
 from flashwarp.checkpoint.directory.manifest import Manifest, StoredRegion
 from flashwarp.checkpoint.region import Region, numpy_dtype
 from flashwarp.config import integer
-from flashwarp.endings import Closing
+from flashwarp.endings import Closing, aside
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -59,6 +60,9 @@ class VersionReader(Closing):
         The checkpoint.
     version, rank : int
         Which version of it, and the rank that wrote it.
+    identity : str
+        Of what was written. Copies elsewhere have it too, and a version that is written again under
+        this number has another one.
     regions : tuple of Region
         What it holds, in the order of writing.
     metadata : dict
@@ -79,6 +83,7 @@ class VersionReader(Closing):
         self.name = manifest.name
         self.version = manifest.version
         self.rank = manifest.rank
+        self.identity = manifest.identity
         self.metadata: Mapping[str, Any] = manifest.metadata
         self.regions = tuple(each.region for each in manifest.regions)
         self.manifest = manifest
@@ -196,9 +201,19 @@ class VersionReader(Closing):
             for begin in range(0, view.nbytes, step):
                 self._read_piece(stored, offset + begin, view[begin : begin + step])
             return
+        stopped: list[bool] = []
+        read = partial(self._read_pieces, stored, offset, view, step, stopped)
+        aside(read, partial(stopped.append, True))
+
+    def _read_pieces(
+        self, stored: StoredRegion, offset: int, view: memoryview, step: int, stopped: list[bool]
+    ) -> None:
+        assert self._run is not None
         pending: list[Future[None]] = []
         try:
             for begin in range(0, view.nbytes, step):
+                if stopped:
+                    break
                 if len(pending) == _PIECES_IN_FLIGHT:
                     pending.pop(0).result()
                 piece = view[begin : begin + step]

@@ -12,18 +12,17 @@ import importlib
 import logging
 import os
 import random
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from flashwarp import endings
 from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.buffers import page_aligned
 from flashwarp.checkpoint.directory.catalog import Catalog
 from flashwarp.checkpoint.directory.reader import VersionReader
-from flashwarp.checkpoint.directory.writer import exists
 from flashwarp.config import integer, number
 from flashwarp.errors import (
     ArgumentError,
@@ -122,29 +121,18 @@ class RemoteDirectory(Catalog):
         self._store = store
         self._closed = False
         self._process = os.getpid()
-        self._guard = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = endings.Pool(_THREADS, "flashwarp-remote")
 
-    def upload(self, reader: VersionReader) -> None:
-        """Store a version that is open elsewhere; every byte of it is checked on the way.
-
-        Raises
-        ------
-        ExistingVersionError
-            If the store has the version.
-        DamagedVersionError
-            If the version is damaged. The store is as it was then.
-        RemoteError
-            If the store did not take it.
-        """
+    def upload(self, reader: VersionReader, *, replace: bool = False) -> bool:
+        """Store a version that is open elsewhere; see `Catalog.upload`."""
         self._check_open()
         if reader.rank != self.rank:
             raise ArgumentError(f"a version by rank {reader.rank} is stored by rank {self.rank}")
         record = reader.manifest
         folder = "/".join(self._folders(record.name, None))
         target = f"{folder}/{names.manifest_name(record.version)}"
-        if self._exists(target):
-            raise exists(record.name, record.version, self._path(target))
+        if self._has(reader, replace):
+            return False
         self._ask(
             f"put {record.data}",
             lambda: self._obstore.put(
@@ -158,6 +146,9 @@ class RemoteDirectory(Catalog):
         )
         text = manifest.encode(record)
         self._ask("put a manifest", lambda: self._obstore.put(self._store, target, text))
+        if replace:
+            self._delete_data(folder, self._listed(folder), {record.version}, record.data)
+        return True
 
     def discard(self, name: str, version: int) -> None:
         """Remove a version of this rank; raises MissingVersionError if there is none."""
@@ -174,10 +165,15 @@ class RemoteDirectory(Catalog):
         # Manifests first: nobody sees a version without data.
         for version in removed:
             self._delete(f"{folder}/{names.manifest_name(version)}")
-        for each in found:
-            if names.data_version(each) in removed:
-                self._delete(f"{folder}/{each}")
+        self._delete_data(folder, found, removed)
         return removed
+
+    def _delete_data(
+        self, folder: str, found: list[str], versions: Collection[int | None], kept: str = ""
+    ) -> None:
+        for each in found:
+            if names.data_version(each) in versions and each != kept:
+                self._delete(f"{folder}/{each}")
 
     def remove_leftovers(self, name: str) -> int:
         """Remove data objects without a manifest, which uploads of this rank left that failed.
@@ -203,8 +199,8 @@ class RemoteDirectory(Catalog):
     def close(self) -> None:
         """End its threads. May be called twice."""
         self._closed = True
-        if self._pool is not None and os.getpid() == self._process:
-            self._pool.shutdown()
+        if os.getpid() == self._process:
+            self._pool.close()
 
     # Inside.
 
@@ -215,10 +211,7 @@ class RemoteDirectory(Catalog):
             raise ClosedError(f"{self!r} is closed")
 
     def _run(self, act: Callable[..., T], *arguments: Any) -> Future[T]:
-        with self._guard:
-            self._check_open()
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_THREADS, "flashwarp-remote")
+        self._check_open()
         return self._pool.submit(act, *arguments)
 
     def _listed(self, *folders: str) -> list[str]:
@@ -251,13 +244,6 @@ class RemoteDirectory(Catalog):
                 self._path(path), f"it has {size} bytes, and {nbytes} were written"
             )
         return _Object(self, path)
-
-    def _exists(self, path: str) -> bool:
-        try:
-            self._ask(f"head {path}", lambda: self._obstore.head(self._store, path))
-        except MissingFileError:
-            return False
-        return True
 
     def _delete(self, path: str) -> None:
         with contextlib.suppress(MissingFileError):

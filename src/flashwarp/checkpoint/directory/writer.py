@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashwarp import _native
+from flashwarp import _native, endings
 from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.buffers import PAGE_BYTES, bytes_of, page_aligned
+from flashwarp.checkpoint.directory.catalog import exists
 from flashwarp.checkpoint.directory.checksums import Checksums, chunk_checksums
 from flashwarp.checkpoint.directory.local import Way, choose_way
 from flashwarp.checkpoint.region import Region
@@ -31,7 +32,6 @@ from flashwarp.errors import (
     CheckpointError,
     ClosedError,
     ExistingFileError,
-    ExistingVersionError,
 )
 from flashwarp.storage import File, files
 
@@ -63,6 +63,8 @@ class VersionWriter(Closing):
         Which version of it.
     regions : tuple of Region
         What it holds.
+    identity : str
+        Of what is written; see `VersionReader.identity`.
     data : str
         Name of its data file.
     replaces : bool
@@ -78,19 +80,22 @@ class VersionWriter(Closing):
         folder: Path,
         record: manifest.Manifest,
         *,
-        replace: bool,
+        replaces: bool,
         o_direct: bool | None,
         run: Callable[..., Future[Any]],
+        turn: endings.Lock,
         ended: Callable[[VersionWriter], None],
     ) -> None:
         self.name = record.name
         self.version = record.version
         self.regions = tuple(each.region for each in record.regions)
+        self.identity = record.identity
         self.data = record.data
-        self.replaces = replace
+        self.replaces = replaces
         self._record = record
         self._folder = folder
         self._run = run
+        self._turn = turn
         self._ended = ended
         self._path = folder / record.data
         self._offsets = {each.region.name: each.offset for each in record.regions}
@@ -98,7 +103,7 @@ class VersionWriter(Closing):
             each.region.name: Checksums(each.region.name, each.region.nbytes, record.chunk_bytes)
             for each in record.regions
         }
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self._writing = 0
         self._state = "open"
         self._failure: BaseException | None = None
@@ -177,12 +182,17 @@ class VersionWriter(Closing):
         if view.nbytes <= _INLINE_BYTES:
             self._file.write(place, view)
             return chunk_checksums(view, chunk, first)
-        computed = self._run(chunk_checksums, view, chunk, first)
-        try:
-            self._write_large(place, view)
-        finally:
-            found: NDArray[Any] = computed.result()
-        return found
+
+        def write() -> NDArray[Any]:
+            computed = self._run(chunk_checksums, view, chunk, first)
+            try:
+                self._write_large(place, view)
+            finally:
+                found: NDArray[Any] = computed.result()
+            return found
+
+        # A signal could leave the other thread with memory that its owner frees.
+        return uninterrupted(write)
 
     def _write_large(self, place: int, view: memoryview) -> None:
         """Write bytes past the page cache, also those that do not lie as O_DIRECT needs them.
@@ -281,19 +291,8 @@ class VersionWriter(Closing):
 
     def _prepare(self, regions: tuple[manifest.StoredRegion, ...]) -> None:
         record = self._record
-        text = manifest.encode(
-            manifest.Manifest(
-                record.name,
-                record.version,
-                record.rank,
-                record.data,
-                record.data_bytes,
-                record.chunk_bytes,
-                regions,
-                record.metadata,
-                time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            )
-        )
+        written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        text = manifest.encode(replace(record, regions=regions, written=written))
         self._file.flush()
         target = str(self._folder / names.manifest_name(self.version))
         # The data must have its name before a manifest names it: a manifest means that it is there.
@@ -308,14 +307,15 @@ class VersionWriter(Closing):
 
     def _publish(self) -> None:
         assert self._draft is not None
-        self._published = True
-        try:
-            self._draft.publish()
-        except ExistingFileError as error:
-            self._published = False
-            raise exists(self.name, self.version, self._draft.target) from error
-        self._held.close()
-        self._end("committed")
+        with self._turn:
+            self._published = True
+            try:
+                self._draft.publish()
+            except ExistingFileError as error:
+                self._published = False
+                raise exists(self.name, self.version, self._draft.target) from error
+            self._held.close()
+            self._end("committed")
 
     def abort(self) -> None:
         """Remove what was written. May be called twice, and does nothing after `commit`."""
@@ -403,16 +403,6 @@ def sync_folder(folder: Path) -> None:
             raise files.write_error(error, str(folder / "")) from error
 
 
-def exists(name: str, version: int, path: str) -> ExistingVersionError:
-    """Make the error of a version that is there."""
-    return ExistingVersionError(
-        errno.EEXIST,
-        f"version {version} of {name!r} exists: choose another number, discard it first, or give "
-        "replace=True",
-        path,
-    )
-
-
 def empty_record(
     name: str,
     version: int,
@@ -420,6 +410,7 @@ def empty_record(
     regions: Sequence[Region],
     chunk_bytes: int,
     metadata: Mapping[str, Any],
+    identity: str,
 ) -> manifest.Manifest:
     """Return the manifest of a version without checksums; raises ArgumentError."""
     found = tuple(regions)
@@ -436,12 +427,11 @@ def empty_record(
             f"{manifest.MANIFEST_BYTES_MAX} bytes of a manifest: take larger chunks (chunk_bytes)"
         )
     nothing = chunk_checksums(memoryview(b""), chunk_bytes)
-    number = int.from_bytes(os.urandom(8), "little")
     return manifest.Manifest(
         name,
         version,
         rank,
-        names.data_name(version, number),
+        names.data_name(version, int(identity[:16], 16)),
         data_bytes,
         chunk_bytes,
         tuple(
@@ -449,4 +439,5 @@ def empty_record(
             for region, offset in zip(found, offsets, strict=True)
         ),
         metadata,
+        identity=identity,
     )

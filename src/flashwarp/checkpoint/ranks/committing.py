@@ -237,15 +237,20 @@ class GroupCommits:
 
     # Versions that all ranks have.
 
-    def check_all(self, name: str, version: int) -> None:
+    def check_all(self, name: str, version: int, *, verify: bool) -> None:
         """Raise unless all ranks that have written a version still have it, here or remotely."""
         for rank in self.group.others(name, version):
             try:
-                self._directory.open(name, version, rank=rank).close()
+                self._check(self._directory, name, version, rank, verify)
             except (MissingVersionError, DamagedVersionError):
                 if self._remote is None:
                     raise
-                self._remote.open(name, version, rank=rank).close()
+                self._check(self._remote, name, version, rank, verify)
+
+    def _check(self, place: Any, name: str, version: int, rank: int, verify: bool) -> None:
+        with place.open(name, version, rank=rank) as reader:
+            if verify:
+                reader.verify()
 
     def discard(self, name: str, version: int) -> None:
         """Remove the record of a version that no rank has any more."""

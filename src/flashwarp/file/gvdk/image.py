@@ -10,7 +10,6 @@ import contextlib
 import errno
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from flashwarp import _native
+from flashwarp import _native, endings
 from flashwarp.config import flag, integer, parse_bytes
 from flashwarp.errors import (
     ArgumentError,
@@ -144,7 +143,7 @@ class Gvdk(Storage):
         self._file = name if _shown is None else files.check_name(_shown)
         writable = flag("writable", writable)
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self._sealer = Sealer(checked_key(key))
         self._broken: OSError | None = None
         self._marked = False

@@ -106,15 +106,18 @@ class Partners(Catalog):
 
     # The store.
 
-    def upload(self, reader: VersionReader) -> None:
+    def upload(self, reader: VersionReader, *, replace: bool = False) -> bool:
         """Store a version at the partner; every byte is checked here, and compared there."""
+        if self._has(reader, replace):
+            return False
         record = reader.manifest
         what = {"name": record.name, "version": record.version}
         regions = [
             [each.region.name, each.region.dtype, each.region.shape, each.region.nbytes]
             for each in record.regions
         ]
-        self._ask("begin", {**what, "regions": regions, "metadata": dict(record.metadata)})
+        kept = {"metadata": dict(record.metadata), "identity": record.identity}
+        self._ask("begin", {**what, "regions": regions, **kept})
         try:
             piece = bytearray(_PIECE_BYTES)
             for stored in record.regions:
@@ -129,13 +132,14 @@ class Partners(Catalog):
                 self._ask("abort", what)
             raise
         self._compare(reader)
+        return True
 
     def _compare(self, reader: VersionReader) -> None:
         """Check that the partner has computed the checksums that this rank has."""
         record = reader.manifest
         path, kept = self._manifest(record.name, record.version, None)
         for mine, theirs in zip(record.regions, kept.regions, strict=True):
-            same = kept.chunk_bytes == record.chunk_bytes
+            same = (kept.chunk_bytes, kept.identity) == (record.chunk_bytes, record.identity)
             if not same or (mine.checksums != theirs.checksums).any():
                 self.discard_all(record.name, [record.version])
                 raise DamagedVersionError(path, "the partner has received other bytes")
@@ -270,7 +274,11 @@ class Partners(Catalog):
             Region(name, dtype, tuple(shape), n) for name, dtype, shape, n in asked["regions"]
         ]
         self._writers[_key(asked)] = self._kept.begin(
-            *_key(asked), regions, replace=True, metadata=asked["metadata"]
+            *_key(asked),
+            regions,
+            replace=True,
+            metadata=asked["metadata"],
+            identity=asked["identity"],
         )
         return {}, b""
 
