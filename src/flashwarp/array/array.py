@@ -943,7 +943,7 @@ class Array(endings.Closing):
         when this process was forked. Who is in the turn already has come behind them.
         """
         self._check_usable()
-        if not self.cache.turn._is_owned():  # type: ignore[attr-defined]
+        if not self.cache.turn._is_owned():
             self._attachment.calls.come_behind(stores)
 
     def _check_usable(self) -> None:
