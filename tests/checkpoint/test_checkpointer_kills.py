@@ -267,7 +267,8 @@ def break_stores(checkpointer: Checkpointer, chooser: random.Random) -> None:
 
     system = checkpointer._system
     full, refused = partial(PathError, errno.ENOSPC, "full", "x"), partial(RemoteError, "refused")
-    system.directory.begin = failing(system.directory.begin, 0.1, full)  # type: ignore[method-assign]
+    directory: Any = system.directory
+    directory.begin = failing(directory.begin, 0.1, full)
     for name in ("upload", "discard_all"):
         setattr(system.remote, name, failing(getattr(system.remote, name), 0.25, refused))
 

@@ -234,10 +234,22 @@ def test_a_readers_cached_copy_of_a_rewritten_version_is_not_used(tmp_path: Path
         assert reader.versions() == []
 
 
-def test_a_checkpoint_beside_a_discard_of_its_number_is_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slow", [False, True], ids=["", "slow removal"])
+def test_a_checkpoint_beside_a_discard_of_its_number_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
     with opened(tmp_path) as checkpointer:
         save(checkpointer, 5, [0])
-        for _ in range(60):
+        directory = checkpointer._system.directory
+        real = directory.discard_all
+
+        def discard(*arguments: Any) -> list[int]:
+            time.sleep(0.3)  # long enough for a flush
+            return real(*arguments)
+
+        if slow:
+            monkeypatch.setattr(directory, "discard_all", discard)
+        for _ in range(2 if slow else 60):
             thread = threading.Thread(target=checkpointer.discard, args=(5,))
             thread.start()
             while True:

@@ -11,7 +11,6 @@ import functools
 import inspect
 import os
 import pickle
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ __all__ = ["Array"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_opening = threading.RLock()
+_opening = endings.Lock()
 """One pickled or inherited array opens at a time."""
 
 _of_parent: list[Attachment] = []
@@ -1165,7 +1164,7 @@ class _Inherited:
 
 def _after_fork() -> None:
     global _opening
-    _opening = threading.RLock()  # another thread of the parent may have held it
+    _opening = endings.Lock()  # another thread of the parent may have held it
     for array in handles.arrays():
         array._leave_to_parent()
 

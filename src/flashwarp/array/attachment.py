@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from flashwarp import endings
+from flashwarp import _native, endings
 from flashwarp._waiting import Waited
 from flashwarp.array.calls import Calls, time_limit_s
 from flashwarp.array.copying import RangeCopies
@@ -399,14 +399,18 @@ class Attachment(endings.NotCopied):
             return
         turn = self.cache.turn
         # This thread may be in the middle of a call, or of `close`, which holds the turn.
-        if not turn._is_owned() and turn.acquire(blocking=False):
-            try:
-                self._close_or_raise()
-            finally:
-                turn.release()
+        begun: list[bool] = []
+
+        def close() -> None:
+            begun.append(True)
+            self._close_or_raise()
+
+        if not turn._is_owned():
+            _native.holding(turn, close, False)
+        if begun:
             return
         with contextlib.suppress(RuntimeError):  # no thread: the interpreter ends, and closes it
-            threading.Thread(target=self._close_or_raise, name="flashwarp closing").start()
+            endings.start(threading.Thread(target=self._close_or_raise, name="flashwarp closing"))
 
     def _close_or_raise(self) -> None:
         failure = self.close()

@@ -171,13 +171,13 @@ class Calls:
         self._events: list[Event] = []  # that mark nothing
         self._failures = failures
         # Guards everything below, and is notified of each change.
-        self._changed = threading.Condition()
+        self._changed = endings.Condition()
         self._queues: list[_Queue] = []
         self._all: list[Any] = []  # the calls of each queue, for `Device.end_calls`
         self._spoiled: list[tuple[_Lane, _Call]] = []  # of calls that were launched in part
         self._ending: set[_Call] = set()  # that left their queues, until their futures are done
         self._wanted: set[Future[Any]] = set()  # that threads wait for
-        self._hurry = threading.Event()
+        self._hurry = endings.Event()
         self._most = config.current("async_calls").async_calls
         self._worker: threading.Thread | None = None
         self._closed = False
@@ -353,7 +353,7 @@ class Calls:
         # Not a daemon: a launch that runs while the interpreter is torn down would crash.
         worker = threading.Thread(target=self._work, name="flashwarp calls", daemon=False)
         try:
-            worker.start()
+            endings.start(worker)
         except RuntimeError as error:
             raise DeviceError(
                 f"the thread that ends asynchronous calls cannot be started ({error}): raise "

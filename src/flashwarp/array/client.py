@@ -446,7 +446,7 @@ class ClientAttachment(Attachment):
         self.dependents = []
         self._owns_cache = False
         self._streams: set[int] = set()
-        self._guard = threading.Lock()
+        self._guard = endings.Lock()
         format_ = RowFormat(layout.dtype, layout.shape)
         self.launcher = ClientLauncher(client, format_, opened, cache.line_bytes)
         self.operands = Operands(client.device, format_, client.device)
@@ -540,6 +540,12 @@ class ClientAttachment(Attachment):
     def _close_once(self) -> BaseException | None:
         if self.closed:
             return None
+        failure = endings.uninterrupted(self._leave)
+        if self._owns_cache:
+            self.cache.close()
+        return failure
+
+    def _leave(self) -> BaseException | None:
         failure: BaseException | None = None
         try:
             self.launcher.ask("close")
@@ -551,10 +557,8 @@ class ClientAttachment(Attachment):
         self._set_closed()
         self._client.arrays.discard(self)
         self.launcher.let_go()
-        if self._owns_cache:
-            self.cache.close()
         return failure
 
     def close_lost(self) -> None:
         """Close it in another thread: the garbage collector calls this in any."""
-        threading.Thread(target=self.close, name="flashwarp closing").start()
+        endings.start(threading.Thread(target=self.close, name="flashwarp closing"))

@@ -10,7 +10,6 @@ import errno
 import functools
 import math
 import os
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +68,7 @@ class Failures:
         self._service = service
         self._path = path
         self._shape = shape
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         # Entries of the log that were read for another call's failure.
         self._log: deque[dict[str, Any]] = deque(maxlen=_LOG_ENTRIES_MAX)
 

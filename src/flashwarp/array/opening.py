@@ -56,7 +56,7 @@ def _whole(function: Callable[P, Array]) -> Callable[P, Array]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Array:
         endings.check_not_ended()
-        return endings.uninterrupted(functools.partial(function, *args, **kwargs))
+        return endings.uninterrupted(functools.partial(function, *args, **kwargs), Array.close)
 
     return call
 

@@ -13,13 +13,13 @@ import functools
 import itertools
 import logging
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from flashwarp import endings
 from flashwarp.array import handles, opening
 from flashwarp.array.array import Array
 from flashwarp.array.launcher import Launcher
@@ -112,7 +112,7 @@ class Serving:
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self._exports: dict[tuple[int, int, int, int], _Export] = {}
-        self._lock = threading.RLock()
+        self._lock = endings.Lock()
 
     def begin(self, pid: int) -> _Session:
         """Make the session of a client."""

@@ -10,17 +10,16 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from flashwarp import _waiting, config
+from flashwarp import _waiting, config, endings
 from flashwarp.device import Device
 from flashwarp.device.memory import align_up
 from flashwarp.errors import (
@@ -100,10 +99,10 @@ class ActivationStore:
         except BaseException:
             os.close(self._fd)
             raise
-        self._writers = ThreadPoolExecutor(threads, "flashwarp-activations-write")
-        self._readers = ThreadPoolExecutor(threads, "flashwarp-activations-read")
+        self._writers = endings.Pool(threads, "flashwarp-activations-write")
+        self._readers = endings.Pool(threads, "flashwarp-activations-read")
         self._limit_s = config.current().timeout_s
-        self._lock = threading.RLock()
+        self._lock = endings.Condition()
         self._entries: dict[int, _Entry] = {}  # in the order of saving
         self._dropped: deque[int] = deque()  # by finalizers, which may run while the lock is held
         self._kept: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
@@ -391,11 +390,7 @@ class ActivationStore:
                     f"{self._folder} is too slow, or host= has no room for what one node of the "
                     "graph needs"
                 )
-            self._lock.release()
-            try:
-                time.sleep(_PAUSE_S)
-            finally:
-                self._lock.acquire()
+            self._lock.wait(_PAUSE_S)
         self.waited_s += clock.look()
 
     def _check_usable(self) -> None:
@@ -413,8 +408,8 @@ class ActivationStore:
             self._closed = True
             for entry in self._entries.values():
                 entry.dead = True
-        self._writers.shutdown(wait=True, cancel_futures=True)
-        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._writers.close(cancel=True)
+        self._readers.close(cancel=True)
         with self._lock:
             for entry in self._entries.values():
                 self._release(entry)

@@ -8,7 +8,6 @@ restored with their strides, so that backward runs the same kernels on the same 
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from flashwarp import endings
 from flashwarp.config import integer, parse_bytes
 from flashwarp.device import resolve
 from flashwarp.endings import Closing
@@ -174,7 +174,7 @@ class ActivationOffload(Closing):
         self._ahead = ahead
         self._store = ActivationStore(self._device, folder, host, threads)
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
-        self._lock = threading.RLock()
+        self._lock = endings.Lock()
         # By storage and version of its content; a weak reference keeps the key from being reused.
         self._known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Kept]]] = {}
         self._recent: deque[weakref.ref[Kept]] = deque()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashwarp import endings
 from flashwarp.checkpoint.directory import Catalog, Directory, VersionReader, VersionWriter
 from flashwarp.checkpoint.directory.names import check_version
 from flashwarp.checkpoint.region import Region
@@ -93,7 +94,7 @@ class Partners(Catalog):
         # The first waits for requests, the second for what must come in time.
         self._idle = dist.new_group(ranks, timeout=_IDLE, backend="gloo")
         self._busy = dist.new_group(ranks, timeout=timeout, backend="gloo")
-        self._asking = threading.Lock()
+        self._asking = endings.Lock()
         self._closed = False
         self._broken = ""
         self._process = os.getpid()
@@ -102,7 +103,7 @@ class Partners(Catalog):
         self._server = threading.Thread(
             target=self._serve, name="flashwarp-checkpoint-partner", daemon=True
         )
-        self._server.start()
+        endings.start(self._server)
 
     # The store.
 

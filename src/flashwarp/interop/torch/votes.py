@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from flashwarp import endings
 from flashwarp._waiting import Waited
 from flashwarp.checkpoint.directory import Directory
 from flashwarp.checkpoint.ranks.agreement import PREPARED, PUBLISHED, Outcome, rank_error
@@ -70,7 +70,7 @@ class StoreVotes:
         if not isinstance(store, dist.Store):
             raise ArgumentError(f"store={store!r} is no torch.distributed.Store")
         self._store = dist.PrefixStore(f"flashwarp/{number}", store)
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self._joined = False
 
     def join(self, directory: Directory, rank: int, ranks: int, timeout_s: float) -> StoreGroup:
@@ -94,7 +94,7 @@ class StoreGroup(Records):
         self.rank = rank
         self.timeout_s = timeout_s
         self._store = store
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self._read: dict[str, int] = {}
         self._complete = self._meet(directory)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -83,10 +82,10 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         self.budget_bytes = parse_bytes(budget, "budget")
         self.ordered = ordered
         self.timeout_s = number("timeout_s", timeout_s, 0, _TIMEOUT_S_MAX)
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self._engines: dict[str, CopyEngine] = {}
         self._pool: StagingPool | None = None
-        self._waiter: ThreadPoolExecutor | None = None
+        self._waiter: endings.Pool | None = None
         self._last: list[Ticket] = []
         self._closed = False
 
@@ -164,7 +163,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
 
     def _in_background(self, tickets: list[Ticket], staged: Any) -> Future[Any]:
         if self._waiter is None:
-            self._waiter = ThreadPoolExecutor(1, "flashwarp-staging")
+            self._waiter = endings.Pool(1, "flashwarp-staging")
 
         def arrived() -> Any:
             _end(tickets, TIMEOUT_S)
@@ -190,7 +189,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         """Wait for copies in flight, and free the memory that nobody holds. May be called twice."""
         self._closed = True
         if self._waiter is not None:
-            self._waiter.shutdown()
+            self._waiter.close()
         engines, self._engines = self._engines, {}
         for engine in engines.values():
             engine.close()

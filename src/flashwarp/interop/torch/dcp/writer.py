@@ -8,12 +8,10 @@ import logging
 import os
 import pickle
 import re
-import threading
 import time
 import uuid
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from flashwarp import _native
+from flashwarp import _native, endings
 from flashwarp.checkpoint.directory.writer import sync_folder
 from flashwarp.config import integer
 from flashwarp.errors import (
@@ -260,7 +258,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         with _unless_unsupported():
             os.posix_fallocate(descriptor, 0, nbytes)
         watch = _Watch(self.path / _FAILED)
-        with ThreadPoolExecutor(self.threads, "flashwarp-dcp") as pool:
+        with endings.Pool(self.threads, "flashwarp-dcp") as pool:
             writes = [
                 pool.submit(_write_record, descriptor, offset, record, watch)
                 for offset, record in places
@@ -269,7 +267,6 @@ class Writer(StorageWriter):  # type: ignore[misc]
                 values = [each.result() for each in writes]
             except BaseException:
                 watch.stop()
-                pool.shutdown(cancel_futures=True)
                 raise
         os.fsync(descriptor)
         return values
@@ -335,7 +332,7 @@ class _Watch:
 
     def __init__(self, note: Path) -> None:
         self._note = note
-        self._lock = threading.Lock()
+        self._lock = endings.Lock()
         self._next = 0.0
         self._stopped = False
 
