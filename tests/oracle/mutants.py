@@ -145,6 +145,26 @@ MUTANTS = [
         1,
         30,
     ),
+    Mutant(
+        "fields of records",
+        "flashwarp.checkpoint.region",
+        "    if dtype.names is None:\n        return dtype.str",
+        "    if True:\n        return dtype.str",
+        "cpu",
+        "checkpoints",
+        1,
+        20,
+    ),
+    Mutant(
+        "identity of versions that a reader knows",
+        "flashwarp.checkpoint.system",
+        "known.identity != identity",
+        "known.regions != known.regions",
+        "cpu",
+        "checkpoints",
+        1,
+        40,
+    ),
 ]
 
 
