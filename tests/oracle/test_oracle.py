@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from oracle.model import Rows, Wrong
-from oracle.mutants import MUTANTS, Mutant
+from oracle.mutants import MUTANTS, NATIVE, Mutant
 from support.daily import part_of_today
 
 CALLS = int(os.environ.get("FLASHWARP_ORACLE_CALLS", "1000"))
@@ -62,6 +62,16 @@ def test_a_mend_that_is_missing_is_found(mutant: Mutant) -> None:
 
     assert ran.returncode == 1, ran.stdout
     assert "WRONG" in ran.stdout
+
+
+@pytest.mark.parametrize("mutant", [*MUTANTS, *NATIVE], ids=lambda each: each.name)
+def test_a_mend_is_where_its_list_says(mutant: Mutant) -> None:
+    path = mutant.module
+    if not path.startswith("native/"):
+        path = f"src/{path.replace('.', '/')}.py"
+    text = (Path(__file__).parents[2] / path).read_text()
+
+    assert text.count(mutant.old) == 1
 
 
 def test_a_wrong_program_is_told_in_few_lines_and_replayed() -> None:
