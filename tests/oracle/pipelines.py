@@ -32,8 +32,6 @@ class Piped:
     def close(self) -> None:
         """End it; batches in flight are dropped."""
         self.pipeline.close()
-        for read, _ in self.reads:
-            self.held.model.loose.remove(read)
         self.reads.clear()
         if self.held.holder is self:
             self.held.holder = None
@@ -93,7 +91,7 @@ def prefetch_batch(hand: Hand) -> None:
     rows = hand.ids(piped.held, repeats=True)
     ids, how = _ids(hand, piped, rows)
     hand.say(f"p.prefetch({how}{{}})  # {piped.held.name}", rows)
-    read = piped.held.model.read_loosely(rows)
+    read = piped.held.model.read(rows)
     known = hand.known(piped.held)
     piped.reads.append((read, None if known is None else known[rows]))
     piped.pipeline.prefetch(ids)
@@ -175,7 +173,7 @@ def iterate(hand: Hand) -> None:
     def batches() -> Iterator[Ids]:
         for _ in range(hand.random.randint(1, 5)):
             rows = hand.ids(held, repeats=True)
-            reads.append((held.model.read_loosely(rows), None if known is None else known[rows]))
+            reads.append((held.model.read(rows), None if known is None else known[rows]))
             yield rows
 
     for got, _ in piped.pipeline.iterate(batches()):
