@@ -227,7 +227,7 @@ def test_small_calls_do_not_defer(table, device, blocks):
         deferral, answers = x._attachment.launcher._deferral, []
         of = deferral.of
         deferral.of = lambda *launch, **how: answers.append(of(*launch, **how)) or answers[-1]
-        for count in (1, 32, 1000, 40_000):  # warps of their own, up to 1,056
+        for count in (1, 16, 1000, 40_000):  # warps of their own, up to 1,056
             rows = x.gather(torch.arange(count, device="cuda"))
             assert (rows.cpu().numpy() == content[:count]).all()
         assert [each[2] for each in answers] == [0, 0, blocks, blocks]

@@ -144,14 +144,13 @@ def test_streams_that_are_gone_leave_their_marks(array):
         other.close()
 
 
-def test_captured_calls_come_behind_each_other_and_outside_work_is_refused(array):
+def test_captured_calls_come_behind_each_other(array):
     x, _ = array
     ids = torch.arange(0, 64, device="cuda")
     values, out = rows_of(1, 64), rows_of(0, 64)
     side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        x.scatter(ids, values, stream=side)
-        x.gather(ids, out, stream=side)
+    x.scatter(ids, values, stream=side)
+    x.gather(ids, out, stream=side)
     torch.cuda.synchronize()
 
     graph = torch.cuda.CUDAGraph()
@@ -169,17 +168,27 @@ def test_captured_calls_come_behind_each_other_and_outside_work_is_refused(array
     graph.reset()
     del graph
 
+
+def test_capture_that_would_wait_for_outside_work_is_refused(array):
+    x, _ = array
+    ids = torch.arange(0, 64, device="cuda")
+    values, out = rows_of(1, 64), rows_of(0, 64)
+    late, other = torch.cuda.Stream(), torch.cuda.Stream()
+    x.gather(ids, out, stream=other)
+    x.scatter(ids, values, stream=late)
     torch.cuda.synchronize()
-    busy(side)
-    x.scatter(ids, values, stream=side)
-    refused = torch.cuda.CUDAGraph()
-    other = torch.cuda.Stream()
+
+    with torch.cuda.stream(late):
+        torch.cuda._sleep(2_000_000_000)
+    x.scatter(ids, values, stream=late)
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(other):
-        refused.capture_begin(capture_error_mode="relaxed")
+        graph.capture_begin(capture_error_mode="relaxed")
         try:
             with pytest.raises(fw.errors.CaptureError, match="outside of the capture"):
                 x.gather(ids, out, stream=other)
         finally:
-            refused.capture_end()
+            graph.capture_end()
     torch.cuda.synchronize()
+    graph.reset()
     x.synchronize()

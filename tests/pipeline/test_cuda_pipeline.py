@@ -184,6 +184,21 @@ def check_tiles_pin_no_lists_and_use_rings_again() -> None:
         assert fake().fake_count(b"cuMemHostAlloc") == pinned + 8
 
 
+def check_no_batch_fills_a_buffer_that_is_being_written_back() -> None:
+    with opened(depth=1) as (_, p):
+        p.prefetch(slice(0, 3))
+        p.write_back(slice(0, 3), p.synchronize())
+        fake().fake_pend(p._way._copying["write_back"].handle)  # rows are taken from the buffer
+
+        ticket = p.prefetch(slice(3, 6))
+        p._way._engine.wait("prefetch", ticket.number, 20)  # the ring has it
+        done = ticket.done()
+        fake().fake_pend(0)
+
+        assert not done
+        ticket.wait(20)
+
+
 def check_a_batch_that_fails_raises_and_later_ones_run() -> None:
     with opened(faults="read eio bytes=38400-38401", mode="r") as (_, p):
         ticket = p.prefetch([1, 50, 2])

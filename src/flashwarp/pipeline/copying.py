@@ -50,6 +50,8 @@ class CopyWay(PullWay):
         return super().place(ids)
 
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
+        # Writes by copies may still take rows from the buffer.
+        self._device.order(self._out.handle, self._side.handle)
         if not _by_copies(chosen):
             super().read(chosen, buffer, stream, ticket)
             return

@@ -120,8 +120,10 @@ class RingWay(CudaWay):
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
         number, port = self._submit("prefetch", chosen, stream)
         copying = self._copying["prefetch"].handle
-        # The caller's work so far has read what was in the buffer.
+        # The caller's work so far has read what was in the buffer, and so have writes from it.
         self._device.order(stream, copying)
+        if "write_back" in self._copying:
+            self._device.order(self._copying["write_back"].handle, copying)
         context, words = self._device.context, port.words
         for q, chunk, begin, nbytes in port.chunks_of(ticket.rows * self._engine.row_bytes):
             context.wait_word(words.filled, q, copying)
