@@ -93,6 +93,8 @@ def unordered(hand: Hand) -> None:
         held.array.scatter_async(rows, values, stream, ordered=False).result()
         hand.stores(held, line, rows, values)
         return
+    for pending in [each for each in hand.pending if each.read in held.model.loose]:
+        hand.settle(pending)
     rows = hand.ids(held, repeats=True)
     line = hand.say("f = {}.gather_async({}, ordered=False)", held, rows)
     read = held.model.read_loosely(rows)

@@ -109,6 +109,12 @@ def synchronize_batch(hand: Hand) -> None:
     got = hand.machine.fetch(rows, piped.options.get("stream"))
     hand.world.checks += 1
     read.check(np.array(got), among)
+    held, own = piped.held, hand.own(piped.held)
+    if among is None and len(read.rows) <= len(own) and hand.odds(0.3):
+        ids = own[(hand.random.randrange(len(own)) + np.arange(len(read.rows))) % len(own)]
+        line = hand.say(f"p.write_back({{}}, the rows of the batch)  # {held.name}", ids)
+        piped.pipeline.write_back(ids, rows)
+        hand.stores(held, line, ids, read.right)
 
 
 def _rows(hand: Hand, piped: Piped, values: Values) -> tuple[Any, str]:

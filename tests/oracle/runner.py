@@ -39,7 +39,7 @@ ALWAYS = ("arrays", "futures")
 """Rooms of all programs; a program has a few of the others."""
 
 HANG_S = 60.0
-"""A program that takes longer hangs; on a GPU, whose first programs compile kernels, five times."""
+"""A program that makes no call for longer hangs; on a GPU, which compiles kernels, five times."""
 
 SHRINK_S = 30.0
 """How long a program that fails is shrunk."""
@@ -138,7 +138,6 @@ class Runner:
         ]
         self._threads = _Threads()
         self._world: World | None = None
-        self._since = 0.0
         threading.Thread(target=self._watch, daemon=True).start()
 
     # Programs.
@@ -169,8 +168,8 @@ class Runner:
     def run(self, seed: int, wanted: set[int] | None = None, most: int = 0) -> World:
         """Run one program, or some of its steps; raises what it finds."""
         world = World(self.machine, seed, self.folders, most)
-        self._world, self._since = world, time.monotonic()
-        faulthandler.dump_traceback_later(self._hang_s + 20, exit=True)
+        self._world = world
+        faulthandler.dump_traceback_later(20 * self._hang_s, exit=True)
         try:
             world.open()
             for turn, phase in enumerate(self.plan(world)):
@@ -245,10 +244,15 @@ class Runner:
         return None
 
     def _watch(self) -> None:
+        seen: tuple[World | None, int] = None, 0
+        since = time.monotonic()
         while True:
             time.sleep(1)
-            world, since = self._world, self._since
-            if world is not None and time.monotonic() - since > self._hang_s:
+            world = self._world
+            now = world, 0 if world is None else len(world.lines)
+            if world is None or now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > self._hang_s:
                 print(f"HANG: program {world.seed} on {self.device}", flush=True)
                 print("\n".join(world.each_line()), flush=True)
                 faulthandler.dump_traceback(all_threads=True)
