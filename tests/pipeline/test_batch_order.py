@@ -165,3 +165,16 @@ def test_batches_that_share_rows_are_as_those_of_a_model(
             while expected:
                 np.testing.assert_array_equal(p.synchronize(), expected.pop(0), label)
         np.testing.assert_array_equal(np.load(path), want, label)
+
+
+def test_no_batch_fills_a_buffer_that_is_being_written_back(tmp_path: Path) -> None:
+    path, want = tmp_path / "rows", values(3072)
+    with pipeline(path, 3072, "write delay=100000us", depth=1) as p:
+        for first in range(0, ROWS, 4):
+            p.prefetch(slice(first, first + 4))
+            rows = p.synchronize()
+            rows += 1
+            p.write_back(slice(first, first + 4), rows)
+        p.flush()
+
+    np.testing.assert_array_equal(np.fromfile(path, "i4").reshape(ROWS, 3072), want + 1)

@@ -43,6 +43,8 @@ class WorkerWay(Way):
         make = partial(make_engine, array, batch_rows, depth, workers, timeout_s)
         self._own = ArrayEngine(array, make)
         self._last: dict[Direction, int] = {}
+        # Writes that have not ended, and from which to which address their rows lie.
+        self._sources: list[tuple[int, int, int]] = []
 
     @property
     def own(self) -> ArrayEngine:
@@ -57,13 +59,23 @@ class WorkerWay(Way):
 
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
         del stream
-        self._submit(ticket, chosen, buffer.address)
+        begin = buffer.address
+        end = begin + ticket.rows * self._engine.row_bytes
+        for number, first, last in self._sources:
+            if first < end and begin < last:
+                # Its errors are for those who wait for the write.
+                with contextlib.suppress(FlashwarpError):
+                    self._engine.wait("write_back", number, self._timeout_s)
+        self._submit(ticket, chosen, begin)
 
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
         del stream
         source = self.array._attachment.operands.source(rows, chosen)
         ticket.operands = (ticket.operands, source)
         self._submit(ticket, chosen, source.address)
+        end = source.address + ticket.rows * self._engine.row_bytes
+        pending = [each for each in self._sources if not self._engine.ended("write_back", each[0])]
+        self._sources = [*pending, (ticket.number, source.address, end)]
 
     def _submit(self, ticket: Ticket, chosen: range | Index, address: int) -> None:
         ids: Any = chosen if isinstance(chosen, range) else chosen.owner
