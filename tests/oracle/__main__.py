@@ -181,7 +181,8 @@ def _run_child(
     if given.no_shrink:
         command.append("--no-shrink")
     tests = str(Path(__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": tests}
+    paths = [tests, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert child.stdout is not None
     done = [0, 0, 0, 0]

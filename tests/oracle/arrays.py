@@ -20,7 +20,7 @@ def choose(hand: Hand) -> Held | None:
 def index_of(hand: Hand, held: Held, rows: Any) -> tuple[Any, str]:
     """Write rows as an index of some kind; return it, and how it reads."""
     draw = hand.random.random()
-    libraries = hand.machine.libraries(np.dtype("i8"))
+    libraries = hand.machine.libraries(held.dtype)  # rows are of the library of their ids
     if libraries and draw < 0.4:
         library = hand.random.choice(libraries)
         kept = hand.machine.place(rows.astype(hand.random.choice(("i8", "i4"))), library)

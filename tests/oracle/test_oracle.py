@@ -23,16 +23,17 @@ SECONDS = CALLS / 200
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:
     """Run the oracle's command."""
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-m", "oracle", *map(str, options)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", "fake"])
+@pytest.mark.parametrize("device", ["cpu", "fake", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_programs(device: str) -> None:
     if device == "fake":
         pytest.importorskip("cuda.bindings.driver")

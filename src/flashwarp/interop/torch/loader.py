@@ -29,6 +29,9 @@ __all__ = ["Loader"]
 
 _DEPTH_MAX = 64
 
+# Multiprocessors that read arrays which are open for writing.
+_SMS = 8
+
 Rows: TypeAlias = np.ndarray[Any, Any]
 
 
@@ -295,8 +298,10 @@ class Loader(IterableDataset):  # type: ignore[misc]
             turns = []
             for array, source in zip(self._arrays, sources, strict=True):
                 rows_max = max(1, min(self.batch_size, self._length))
-                pipeline = opened.enter_context(Pipeline(array, rows_max, self.depth))
-                turns.append(pipeline.iterate(source))
+                # Host threads would take a writable array for themselves.
+                sms = _SMS if array.writable else None
+                pipeline = Pipeline(array, rows_max, self.depth, sms=sms)
+                turns.append(opened.enter_context(pipeline).iterate(source))
             for batch in zip(*turns, strict=True):
                 # A copy takes a hundredth of the time in which the rows have arrived, and the
                 # caller may keep it.
