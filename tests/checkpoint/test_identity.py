@@ -174,6 +174,27 @@ def test_a_discarded_version_does_not_come_back_from_a_store_that_refused(
     assert files_of(tmp_path / "local") == [], "the note of it is gone, too"
 
 
+def test_a_version_that_is_discarded_as_its_upload_ends_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote=tmp_path / "remote") as checkpointer:
+        directory = checkpointer._system.directory
+        forget = directory.forget_discarded
+
+        def discard_first(name: str, version: int) -> None:
+            monkeypatch.undo()
+            checkpointer._system.discard_key((name, version))
+            forget(name, version)
+
+        monkeypatch.setattr(directory, "forget_discarded", discard_first)
+        save(checkpointer, 7, [1.0])
+        with contextlib.suppress(MissingVersionError):
+            checkpointer.wait(7, tier="remote")
+
+    assert files_of(tmp_path / "remote") == []
+    assert files_of(tmp_path / "local") == []
+
+
 def test_waiting_for_the_remote_store_stores_versions_of_earlier_runs(tmp_path: Path) -> None:
     with opened(tmp_path) as checkpointer:
         for version in range(3):

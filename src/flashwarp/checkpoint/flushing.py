@@ -230,18 +230,37 @@ class Uploader:
         except (FlashwarpError, OSError, MemoryError) as failure:
             error = failure
         with core.changed:
-            release(core, entry)
-            if error is None and not entry.discarded:
+            # From here on a discard removes the copy itself.
+            gone = entry.discarded
+            if not gone and error is None:
                 entry.remote = True
                 core.in_remote.add(entry.key)
                 core.leftovers.pop(entry.key, None)
                 core.remote_failures.pop(entry, None)
                 core.counts["uploads"] += stored
-            elif error is not None and not entry.discarded:
+            elif not gone and error is not None:
                 core.remote_failures[entry] = error
                 retry_later(core, "remote", entry)
                 _log.warning("%s is not in the remote store, and tried again: %s", entry, error)
+        if gone:
+            self._take_back(entry)
+        with core.changed:
+            release(core, entry)
             core.wake()
+
+    def _take_back(self, entry: Entry) -> None:
+        """Remove what was stored of a version that was discarded meanwhile."""
+        core = self._core
+        try:
+            # First, as in `Storing.remove`.
+            self._directory.note_discarded(entry.key[0], [entry.key[1]])
+            forget_stored(self._remote, *entry.key)
+        except (FlashwarpError, OSError) as error:
+            _log.info("%s stays in the remote store: %s", entry, error)
+            with core.changed:
+                core.leftovers[entry.key] = 0, core.settings.retry_s
+        else:
+            self._directory.forget_discarded(*entry.key)
 
     def _copy(self, entry: Entry) -> bool:
         """Copy a version; return False if the remote store had it."""
@@ -252,8 +271,6 @@ class Uploader:
         self._directory.forget_discarded(*entry.key)
         if stored:
             self._core.mover.moved("to remote", entry.data_bytes, began_ns)
-        if entry.discarded:
-            forget_stored(self._remote, *entry.key)
         return bool(stored)
 
 
