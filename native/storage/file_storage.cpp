@@ -559,8 +559,10 @@ int FileStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (n == 0) return 0;
   if (int status = check_extent(offset, n)) return fail(status, offset, n, failure);
   const uint64_t unit = direct() ? kPageBytes : 1;
-  const uint64_t first = std::min(round_up(file_offset_ + offset, unit) - file_offset_, offset + n);
-  const uint64_t last = std::max(first, round_down(file_offset_ + offset + n, unit) - file_offset_);
+  // In the file: the pages' first one may begin before the storage does.
+  const uint64_t end = file_offset_ + offset + n;
+  const uint64_t first = std::min(round_up(file_offset_ + offset, unit), end) - file_offset_;
+  const uint64_t last = std::max(first + file_offset_, round_down(end, unit)) - file_offset_;
   if (int status = zero_by_writing(offset, first - offset, failure)) return status;
   if (int status = zero_by_writing(last, offset + n - last, failure)) return status;
   if (first == last) return 0;

@@ -310,7 +310,7 @@ class SoftwareService(Service):
                 "larger than the cache"
             )
         files = [member for member in members_of(storage) if isinstance(member, File)]
-        self._files = files
+        self._files = [file.native for file in files]
         leases = [file.lease for file in files if file.lease is not None]
         if path == "in_place" and files:
             self.reason += f"; {'a lease holds writers off' if leases else 'immutable=True'}"
@@ -544,7 +544,7 @@ class SoftwareService(Service):
     @property
     def waits_for_disk(self) -> bool:
         """Whether files pass the page cache by, now."""
-        return any(file.native.o_direct for file in self._files)
+        return any(file.o_direct for file in self._files)
 
     def wake(self) -> None:
         """Wake the threads: commands are about to be submitted. Costs a microsecond.
@@ -599,6 +599,7 @@ class SoftwareService(Service):
         """Stop the threads and free the rings; waits for commands in flight. See `Service`."""
         self._owned.close()
         self._native = self._served = self._queues = None
+        self._files = []
 
     def __repr__(self) -> str:
         of = "stopped" if self._served is None else f"of {self._served}"
