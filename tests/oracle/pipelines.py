@@ -72,7 +72,7 @@ def _choose(hand: Hand) -> Piped | None:
 
 
 def _ids(hand: Hand, piped: Piped, rows: Ids) -> tuple[Any, str]:
-    library = hand.random.choice([*hand.machine.libraries(np.dtype("i8")), "", "", "list"])
+    library = hand.random.choice([*hand.machine.libraries(piped.held.dtype), "", "", "list"])
     if library == "list":
         return rows.tolist(), "list "
     if not library:
