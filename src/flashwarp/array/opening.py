@@ -366,9 +366,9 @@ class _Plan:
             )
         self.cache = request.cache
         self.line_bytes = check_line(LINE_DEFAULT if request.line is None else request.line)
-        if not isinstance(self.cache, Cache):
-            if not (isinstance(self.cache, str) and self.cache == "auto"):
-                parse_bytes(self.cache, "cache")
+        automatic = isinstance(self.cache, str) and self.cache == "auto"
+        if not automatic and not isinstance(self.cache, Cache):
+            parse_bytes(self.cache, "cache")
         device = None
         if isinstance(self.cache, Cache):
             device, line_bytes = self.cache._bound_device, self.cache.line_bytes

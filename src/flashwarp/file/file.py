@@ -817,7 +817,7 @@ def _of_shared(
         flag("shared", shared)
         name = f"file-{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:16]}"
     # Who only joins takes the owner's capacity.
-    capacity = None if cache == "auto" else cache
+    capacity = None if isinstance(cache, str) and cache == "auto" else cache
     own = Cache(capacity, line or LINE_DEFAULT, device=resolve(device), shared=name)
     made.callback(own.close)
     return own
