@@ -19,9 +19,11 @@ SEED = int(os.environ.get("FLASHWARP_ORACLE_SEED") or "1")
 def test_programs() -> None:
     options = {"--device": "cuda:0", "--calls": CALLS, "--seconds": 120, "--seed": SEED}
 
+    # In front of where the library may be installed.
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     ran = subprocess.run(
         [sys.executable, "-m", "oracle", *[str(word) for pair in options.items() for word in pair]],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
