@@ -309,8 +309,6 @@ class RemoteDirectory(Catalog):
 class _Object:
     """A data file on the store."""
 
-    wants_pages = False
-
     def __init__(self, remote: RemoteDirectory, path: str) -> None:
         self._remote = remote
         self._object = path

@@ -323,8 +323,6 @@ class Partners(Catalog):
 class _Kept:
     """A data file at the partner."""
 
-    wants_pages = False
-
     def __init__(self, partners: Partners, parts: tuple[str, ...], path: str) -> None:
         self._partners = partners
         self._parts = parts
