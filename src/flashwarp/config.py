@@ -182,7 +182,7 @@ class Config:
     split_misses: int = _setting(0, 0, 1)
     """1: a ``gather`` or ``scatter`` submits its misses and ends, its stream waits for a word of
     the controller's, and a short kernel behind it lands the lines. No multiprocessor waits for the
-    storage. 0: warps wait. The default is 0, because 1 was slower on a GPU: `docs/streams.md` has
+    storage. 0: warps wait. The default is 0, because 1 was slower on a GPU: `docs/kernels.md` has
     the figures. Read when an array is opened; `docs/architecture.md` says where it applies."""
 
     batch_workers_low: int = _setting(0, 0, 256)

@@ -299,7 +299,7 @@ class Cache(Closing):
         Frames of a set: 4, 8 or 16.
     policy : str or Policy
         Which line is evicted: "clock", "lru", "fifo", "sieve", "s3_fifo", "random", or your own
-        `Policy`. It applies to all arrays that share the cache; docs/policies.md helps to choose.
+        `Policy`. It applies to all arrays that share the cache; docs/caches.md helps to choose.
     device : Device or str, optional
         Where its memory lies. Default: on the device of the first array that uses the cache.
     host_capacity : int or str, optional
@@ -307,7 +307,7 @@ class Cache(Closing):
         Evicted clean lines go there, and come back without the storage. Arrays whose storage is
         memory already ("in_place") do not use it.
     shared : str, optional
-        A name under which processes of this user share the cache; see docs/sharing.md. If a process
+        A name under which processes of this user share the cache; see docs/caches.md. If a process
         owns a cache of this name, this one becomes its client: without a capacity it takes the
         cache as it is, and with one everything must agree. Otherwise this process becomes the
         owner, which needs a capacity in bytes.

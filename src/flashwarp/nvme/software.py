@@ -90,7 +90,7 @@ class SoftwareController(Controller):
     -----
     Each array that gets these settings has queue pairs and threads of its own, which stop with the
     array. `Array.controller` is what serves an array. Each member of a striped or replicated
-    storage has a controller with these settings; docs/backends.md lists the exceptions.
+    storage has a controller with these settings; docs/architecture.md lists the exceptions.
     """
 
     serves_members = True
