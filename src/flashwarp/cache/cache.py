@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from flashwarp import config, endings
+from flashwarp import endings
 from flashwarp.cache.miss_list import allocate_misses
 from flashwarp.cache.structs import (
     EPOCH_BYTES,
@@ -62,6 +62,8 @@ _TIER_LINES = 1 << 37
 _TIER_WAYS_MAX = 16
 _TIER_PLACES_MAX = (1 << 32) - 1
 _COUNTER_SHARDS = 64
+# Share of the free device memory that cache="auto" may take.
+_AUTOMATIC_SHARE = 0.25
 # Misses that the list of an asynchronous call holds: 2 MiB, of which an array may have 64.
 _LANE_MISSES_MAX = 1 << 18
 # Interval at which `withdraw` looks: visits last for microseconds, or as long as a command.
@@ -938,6 +940,6 @@ def automatic_capacity(nbytes: int, line: int | str, device: Device) -> int:
     """Choose the size for ``cache="auto"``: the whole array, or a share of the free memory."""
     line_bytes = check_line(line)
     whole = (nbytes // line_bytes + 1) * line_bytes
-    share = int(device.memory_info().free_bytes * config.current().cache_share)
+    share = int(device.memory_info().free_bytes * _AUTOMATIC_SHARE)
     # More than the data, because the number of sets is rounded down to an odd one.
     return max(8 * line_bytes, min(whole + 8 * line_bytes, share))
