@@ -335,12 +335,14 @@ class _Reach:
         rows = max(self.rows // 4, 1)
         size = rows * _ROW_BYTES
         folder = self.folder / "versions"
-        caches = {"gpu_cache": 2 * size, "host_cache": 2 * size}
+        opened = partial(
+            fw.Checkpointer, folder, self.device, gpu_cache=2 * size, host_cache=2 * size
+        )
         with self.device.empty_array((rows, _WORDS), np.int32) as state:
             self.device.upload(state.address, _content(np.arange(rows)))
             returned, durable = [], []
             with (
-                fw.Checkpointer(folder, self.device, **caches) as saved,
+                opened() as saved,
                 self._beside(self._writes) as written,
             ):
                 saved.protect("state", state)
@@ -352,7 +354,7 @@ class _Reach:
                     disk.drop_page_cache(file)
             self.device.upload(state.address, np.zeros((rows, _WORDS), np.int32))
             with (
-                fw.Checkpointer(folder, self.device, **caches) as restored,
+                opened() as restored,
                 self._beside(partial(self._ceiling, "sequential_gb_per_s")) as read,
             ):
                 restored.protect("state", state)
