@@ -10,7 +10,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.errors import ArgumentError, CaptureError, DeviceTimeout
-from flashwarp.transfer import CopyEngine, Direction, StagingRing, Word
+from flashwarp.transfer import CopyEngine, Direction, TransferClient, Word
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def engine(device):
 
 @pytest.fixture
 def ring(device):
-    with StagingRing(device, 256 * MIB, 16 * MIB) as made:
+    with TransferClient(device, "tests", 256 * MIB, 16 * MIB) as made:
         yield made
 
 
@@ -135,7 +135,7 @@ def test_a_batch_arrives(device, engine, piece):
 def test_buffers_are_not_lent_while_they_are_copied(device, engine):
     there = torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.Stream()
-    with StagingRing(device, 16 * MIB, 16 * MIB) as ring:
+    with TransferClient(device, "tests", 16 * MIB, 16 * MIB) as ring:
         for value in range(20):
             buffer = ring.acquire(10)
             buffer.as_numpy()[:] = value

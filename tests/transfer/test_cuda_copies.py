@@ -24,7 +24,7 @@ from flashwarp.errors import (
     DeviceTimeout,
     ForkError,
 )
-from flashwarp.transfer import CopyEngine, Direction, StagingRing, Word, cuda_lane
+from flashwarp.transfer import CopyEngine, Direction, TransferClient, Word, cuda_lane
 from support import fake_cuda
 from support.fake_cuda import ILLEGAL_ADDRESS, NOT_SUPPORTED, failing, fake
 
@@ -44,10 +44,10 @@ def content(device: CudaDevice, memory: object, nbytes: int) -> bytes:
 
 def check_bytes_arrive_in_all_directions() -> None:
     device = CudaDevice(0)
-    ring = StagingRing(device, 4 * 4096, 4096)
+    ring = TransferClient(device, "tests", 4 * 4096, 4096)
     there, beside = device.allocate(4096), device.allocate(4096)
     with CopyEngine(device) as engine:
-        first, last = ring.acquire(10), ring.acquire(10)
+        first, last = ring.acquire(timeout_s=10), ring.acquire(timeout_s=10)
         first.as_numpy()[:] = np.arange(4096) % 251
         up = engine.copy(there, first)
         across = engine.copy(beside, there, after=up)
@@ -137,19 +137,19 @@ def check_words_order_streams_and_the_host() -> None:
 def check_a_buffer_in_flight_is_not_lent() -> None:
     device = CudaDevice(0)
     there = device.allocate(4096)
-    ring = StagingRing(device, 4096, 4096)
+    ring = TransferClient(device, "tests", 4096, 4096)
     with CopyEngine(device) as engine, Word(device) as word:
-        buffer = ring.acquire(10)
+        buffer = ring.acquire(timeout_s=10)
         buffer.as_numpy()[:] = 5
         engine.wait_word(word, 1, Direction.TO_DEVICE)
         engine.copy(there, buffer)
         buffer.release()
         assert ring.try_acquire() is None
-        with pytest.raises(DeviceTimeout, match="1 are released and in copies"):
-            ring.acquire(0.02)
+        with pytest.raises(DeviceTimeout, match="4096 are released and in copies"):
+            ring.acquire(timeout_s=0.02)
 
         word.store(1)
-        ring.acquire(10).as_numpy()[:] = 0
+        ring.acquire(timeout_s=10).as_numpy()[:] = 0
         assert content(device, there, 4096) == bytes([5]) * 4096
     ring.close()
 
@@ -233,12 +233,12 @@ def check_a_stream_in_a_capture_is_refused() -> None:
 def check_a_refused_copy_raises_at_once_and_frees_its_event() -> None:
     device = CudaDevice(0)
     there, here = device.allocate(64), device.allocate_host(64)
-    ring = StagingRing(device, 64, 64)
+    ring = TransferClient(device, "tests", 64, 64)
     with CopyEngine(device) as engine:
         engine.copy(there, here, after=()).wait(10)
         events = fake().fake_count(b"cuEventCreate")
         for _ in range(50):
-            buffer = ring.acquire(10)
+            buffer = ring.acquire(timeout_s=10)
             with failing("cuMemcpyAsync", 1), pytest.raises(DeviceError, match="cuMemcpyAsync"):
                 engine.copy(there, buffer, after=())
             buffer.release()

@@ -22,7 +22,7 @@ from flashwarp.errors import (
     DeviceTimeout,
     ForkError,
 )
-from flashwarp.transfer import CopyEngine, Direction, StagingRing, Word
+from flashwarp.transfer import CopyEngine, Direction, TransferClient, Word
 
 TO_DEVICE, TO_HOST, WITHIN = Direction.TO_DEVICE, Direction.TO_HOST, Direction.WITHIN
 
@@ -67,8 +67,8 @@ def test_addresses_memory_buffers_and_bytes_are_taken(
     source = some(16)
     memory = device.allocate(128)
     out = bytearray(128)
-    with StagingRing(device, 4096, 128) as ring:
-        buffer = ring.acquire(10)
+    with TransferClient(device, "tests", 4096, 128) as ring:
+        buffer = ring.acquire(timeout_s=10)
         first = engine.copy(memory, source, 128, after=())
         second = engine.copy(buffer, memory, after=first)
         third = engine.copy(out, buffer.address, 128, after=[second])
@@ -173,8 +173,8 @@ def test_a_released_buffer_is_not_lent_while_it_is_copied(
     device: CpuDevice, engine: CopyEngine, word: Word
 ) -> None:
     target = np.zeros(512, np.uint8)
-    with StagingRing(device, 512, 512) as ring:
-        buffer = ring.acquire(10)
+    with TransferClient(device, "tests", 512, 512) as ring:
+        buffer = ring.acquire(timeout_s=10)
         buffer.as_numpy()[:] = 9
         engine.wait_word(word, 1, TO_DEVICE)
         ticket = engine.copy(target, buffer, direction=TO_DEVICE)
@@ -182,7 +182,7 @@ def test_a_released_buffer_is_not_lent_while_it_is_copied(
 
         assert ring.try_acquire() is None
         word.store(1)
-        ring.acquire(10).as_numpy()[:] = 1
+        ring.acquire(timeout_s=10).as_numpy()[:] = 1
 
         assert ticket.done()
         assert (target == 9).all()
@@ -326,9 +326,9 @@ ENDS = """
 import sys
 import numpy as np
 from flashwarp.device import CpuDevice
-from flashwarp.transfer import CopyEngine, StagingRing
+from flashwarp.transfer import CopyEngine, TransferClient
 device = CpuDevice(1)
-engine, ring = CopyEngine(device), StagingRing(device, "8 MiB", "1 MiB")
+engine, ring = CopyEngine(device), TransferClient(device, "tests", "8 MiB", "1 MiB")
 source, target = np.ones(16 << 20, np.uint8), np.zeros(16 << 20, np.uint8)
 for _ in range(20):
     ticket = engine.copy(target, source)
