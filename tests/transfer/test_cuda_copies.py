@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.driver")
 
+from flashwarp import _waiting
 from flashwarp.device import CudaDevice
 from flashwarp.errors import (
     ArgumentError,
@@ -24,9 +26,19 @@ from flashwarp.errors import (
     DeviceTimeout,
     ForkError,
 )
-from flashwarp.transfer import CopyEngine, Direction, TransferClient, Word, cuda_lane
+from flashwarp.transfer import (
+    CopyEngine,
+    Direction,
+    Pool,
+    TransferClient,
+    buffer,
+    cuda_lane,
+    pool,
+    pool_of,
+)
 from support import fake_cuda
 from support.fake_cuda import ILLEGAL_ADDRESS, NOT_SUPPORTED, failing, fake
+from support.words import Word
 
 COUNTED = [
     b"cuEventCreate",
@@ -114,34 +126,15 @@ def check_an_idle_producer_costs_no_event() -> None:
         assert fake().fake_count(b"cuStreamWaitEvent") == before
 
 
-def check_words_order_streams_and_the_host() -> None:
-    device = CudaDevice(0)
-    there, here = device.allocate(64), device.allocate_host(64)
-    with CopyEngine(device) as engine, Word(device) as landed, Word(device) as copied:
-        engine.wait_word(landed, 1, Direction.TO_DEVICE)
-        ticket = engine.copy(there, here, after=())
-        engine.write_word(copied, 1, Direction.TO_DEVICE)
-        assert not ticket.done()
-        assert copied.value == 0
-
-        calls = fake().fake_count(b"cuCtxGetCurrent")
-        here.as_numpy()[:] = 8
-        landed.store(1)
-        assert fake().fake_count(b"cuCtxGetCurrent") == calls, "a store calls no driver"
-
-        ticket.wait(10)
-        assert copied.value == 1
-        assert content(device, there, 64) == bytes([8]) * 64
-
-
 def check_a_buffer_in_flight_is_not_lent() -> None:
     device = CudaDevice(0)
     there = device.allocate(4096)
     ring = TransferClient(device, "tests", 4096, 4096)
-    with CopyEngine(device) as engine, Word(device) as word:
+    word = Word(device)
+    with CopyEngine(device) as engine:
         buffer = ring.acquire(timeout_s=10)
         buffer.as_numpy()[:] = 5
-        engine.wait_word(word, 1, Direction.TO_DEVICE)
+        word.hold(engine, Direction.TO_DEVICE, 1)
         engine.copy(there, buffer)
         buffer.release()
         assert ring.try_acquire() is None
@@ -152,6 +145,71 @@ def check_a_buffer_in_flight_is_not_lent() -> None:
         ring.acquire(timeout_s=10).as_numpy()[:] = 0
         assert content(device, there, 4096) == bytes([5]) * 4096
     ring.close()
+
+
+def pooled(device: CudaDevice, blocks: int) -> Pool:
+    """Let a client take buffers at once and leave them, and look often whether they are in use."""
+    pool._FLOOR_BYTES, pool._IDLE_S, pool._LOOK_S = 2 * 4096, 0.05, 0.002
+    with TransferClient(device, "tests", blocks * 4096, 4096, reserved=True) as client:
+        held = [client.acquire() for _ in range(blocks)]
+        for each in held:
+            each.release()
+    return pool_of(device)
+
+
+def check_what_is_above_the_floor_is_given_back_when_idle() -> None:
+    found = pooled(CudaDevice(0), 9)
+
+    assert _waiting.until(lambda: len(found.shared.free) == 2, 20) is None
+    assert found.pinned_bytes == {"transfer buffers": 2 * 4096}
+    assert fake().fake_count(b"cuMemHostUnregister") == 7
+    assert _waiting.until(lambda: found._keeper is None, 20) is None
+
+
+def check_nothing_is_given_back_while_the_gpu_works() -> None:
+    device = CudaDevice(0)
+    fake().fake_hold(device.own_stream())
+    found = pooled(device, 9)
+    # One was taken out, and waits.
+    assert _waiting.until(lambda: len(found.shared.free) == 8, 20) is None
+    time.sleep(0.1)
+    assert fake().fake_count(b"cuMemHostUnregister") == 0
+
+    fake().fake_hold(0)
+
+    assert _waiting.until(lambda: len(found.shared.free) == 2, 20) is None
+
+
+def check_a_block_is_given_back_piece_by_piece() -> None:
+    buffer.PIECE_BYTES = 4096
+    device = CudaDevice(0)
+    block = buffer.Block(device, 3 * 4096)
+    given: list[int] = []
+
+    block.close(lambda: given.append(fake().fake_count(b"cuMemHostUnregister")))
+
+    assert given == [0, 1, 2]
+    assert fake().fake_count(b"cuMemHostUnregister") == 3
+
+
+def check_a_copy_is_cut_where_pieces_meet() -> None:
+    buffer.PIECE_BYTES = cuda_lane.PIECE_BYTES = 1 << 16
+    fake().fake_without_batches()
+    device = CudaDevice(0)
+    there = device.allocate(3 << 16)
+    content = np.random.default_rng(0).integers(0, 256, 3 << 16, np.uint8)
+    with (
+        TransferClient(device, "tests", 3 << 16, 3 << 16) as client,
+        CopyEngine(device) as engine,
+    ):
+        held = client.acquire()
+        held.as_numpy()[:] = content
+        up = engine.copy(there, held.address + 100, 2 << 16, after=())
+        engine.copy(held.address + 9, there, 2 << 16, after=up).wait(10)
+
+        assert fake().fake_count(b"cuMemcpyAsync") == 2 * 3
+        assert (held.as_numpy()[9 : 9 + (2 << 16)] == content[100 : 100 + (2 << 16)]).all()
+        assert held.address % (1 << 16) == 0
 
 
 def check_a_batch_is_one_call() -> None:
@@ -252,7 +310,7 @@ def check_a_fault_reaches_every_ticket() -> None:
     device = CudaDevice(0)
     there, here = device.allocate(64), device.allocate_host(64)
     engine, word = CopyEngine(device), Word(device)
-    engine.wait_word(word, 1, Direction.TO_DEVICE)
+    word.hold(engine, Direction.TO_DEVICE, 1)
     first, second = (engine.copy(there, here, after=()) for _ in range(2))
     fake().fake_fault(ILLEGAL_ADDRESS)
 
@@ -291,8 +349,9 @@ def check_copies_in_flight_are_bounded() -> None:
     cuda_lane._EVENTS_MAX, cuda_lane.TIMEOUT_S = 40, 0.05
     device = CudaDevice(0)
     there, here = device.allocate(64), device.allocate_host(64)
-    with CopyEngine(device) as engine, Word(device) as word:
-        engine.wait_word(word, 1, Direction.TO_DEVICE)
+    word = Word(device)
+    with CopyEngine(device) as engine:
+        word.hold(engine, Direction.TO_DEVICE, 1)
         while engine.in_flight < cuda_lane._EVENTS_MAX - 3:
             engine.copy(there, here, after=())
         refused = 0

@@ -2,8 +2,7 @@
 
 `pool_of` has the one pool of pinned buffers of a device, of which each `TransferClient` may take
 its part. `CopyEngine` copies on streams of its own, `Gatherer` collects scattered pieces with host
-threads, `Word` orders streams and host threads, and `LinkBandwidth` says how fast a link has been.
-Nothing here knows what is moved.
+threads, and `LinkBandwidth` says how fast a link has been. Nothing here knows what is moved.
 """
 
 from flashwarp.transfer.bandwidth import LinkBandwidth
@@ -12,7 +11,6 @@ from flashwarp.transfer.engine import CopyEngine
 from flashwarp.transfer.gatherer import Gatherer
 from flashwarp.transfer.pool import Pool, TransferClient, pool_of
 from flashwarp.transfer.ticket import Direction, Ticket
-from flashwarp.transfer.word import Word
 
 __all__ = [
     "CopyEngine",
@@ -23,6 +21,5 @@ __all__ = [
     "Ticket",
     "TransferBuffer",
     "TransferClient",
-    "Word",
     "pool_of",
 ]
