@@ -105,7 +105,7 @@ def test_several_steps_use_the_same_part_of_the_file(tmp_path, x):
 def test_host_memory_is_bounded(tmp_path, x):
     with offloading(tmp_path) as offloaded:
         loss = model()(x).square().mean()
-        ring = offloaded._store._ring
+        ring = offloaded._store._pinned
         assert ring.allocated_bytes <= 2 * MIB
         assert offloaded.stats().saved_bytes > 8 * MIB
         loss.backward()
@@ -268,7 +268,7 @@ def test_memory_and_file_are_free_afterwards(tmp_path, x):
         store._sweep()
         assert store._entries == {}
 
-    assert store._ring.free_buffers == 0
+    assert store._pinned.allocated_bytes == 0
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(store._fd)
     assert not [each for each in threading.enumerate() if "activations" in each.name]
@@ -305,7 +305,7 @@ def test_a_full_disk_is_an_error_of_forward_and_loses_nothing(tmp_path, x, monke
         torch.manual_seed(2)
         made.zero_grad()
         loss = made[0](x).square().mean()
-        monkeypatch.setattr(activation_store.os, "pwritev", full)
+        monkeypatch.setattr(activation_store._native, "write_file", full)
         with pytest.raises(StorageError, match="make room") as caught:
             made(x)
         assert caught.value.errno == errno.ENOSPC
@@ -324,7 +324,7 @@ def test_a_read_that_fails_is_an_error_of_backward(tmp_path, x, monkeypatch):
 
     with offloading(tmp_path):
         loss = model()(x).square().mean()
-        monkeypatch.setattr(activation_store.os, "preadv", broken)
+        monkeypatch.setattr(activation_store._native, "read_file", broken)
         with pytest.raises(StorageError, match="Input/output") as caught:
             loss.backward()
 

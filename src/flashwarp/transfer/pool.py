@@ -26,11 +26,9 @@ from flashwarp.config import integer, parse_bytes
 from flashwarp.device import TIMEOUT_S, Device, DeviceMemory, Registration
 from flashwarp.errors import (
     ArgumentError,
-    ClosedError,
     DeviceError,
     DeviceTimeout,
     FlashwarpError,
-    ForkError,
 )
 from flashwarp.transfer.buffer import Block, InFlight, TransferBuffer
 
@@ -177,7 +175,7 @@ class Pool:
         with self.lock:
             self._asked_s = time.monotonic()
             self.sort_returned()
-            client.check_usable()
+            client._check_usable()
             block = self._find(client, nbytes)
             if block is not None:
                 return self._lent(client, block, nbytes, taker)
@@ -236,7 +234,7 @@ class Pool:
                 self.returned.rotate(-1)
                 continue
             self._take(client, -block.nbytes)
-            if not client.closed:
+            if not client._closed:
                 client.room.free[block.address] = block
             elif self._floor:
                 self.shared.free[block.address] = block
@@ -342,7 +340,7 @@ def pool_of(device: Device) -> Pool:
     return found or pools.setdefault(pid, Pool(device))
 
 
-class TransferClient(endings.Closing):
+class TransferClient(endings.OfProcess):
     """What one part of a program may take of a device's pool of transfer buffers.
 
     Parameters
@@ -381,6 +379,9 @@ class TransferClient(endings.Closing):
     4
     """
 
+    _when_closed = "the transfer buffers of {0.name} were closed"
+    _when_forked = "this pool belongs to process {0._pid}: a forked child must make its own"
+
     def __init__(
         self,
         device: Device,
@@ -392,6 +393,7 @@ class TransferClient(endings.Closing):
         reserved: bool = False,
         ahead: bool = False,
     ) -> None:
+        super().__init__()
         self.device = device
         self.name = name
         self.buffer_bytes = integer("buffer", parse_bytes(buffer, "buffer"), 1, _MOST)
@@ -408,7 +410,6 @@ class TransferClient(endings.Closing):
         self.failure: FlashwarpError | None = None
         """Why no more was pinned before the budget was reached; None if nothing failed."""
         self.lent_bytes = 0
-        self.closed = False
         self._line: deque[object] = deque()  # who waits for a buffer
         self._pool = pool_of(device)
         self.lock = self._pool.lock
@@ -480,7 +481,7 @@ class TransferClient(endings.Closing):
         return size
 
     def _try(self, nbytes: int) -> TransferBuffer | None:
-        self.check_usable()
+        self._check_usable()
         lend = partial(self._pool.lend, self, nbytes, threading.get_ident())
         return endings.uninterrupted(lend, _release_if_any)
 
@@ -490,7 +491,7 @@ class TransferClient(endings.Closing):
 
     def note_failure(self, error: FlashwarpError) -> None:
         """For the pool: note why no more could be pinned."""
-        if self.closed:
+        if self._closed:
             return
         self.failure = error
         _log.warning(
@@ -504,7 +505,7 @@ class TransferClient(endings.Closing):
     def take_back(self, block: Block, copies: list[InFlight]) -> None:
         """For buffers: take a block back, which copies may still use."""
         self._pool.returned.append((self, block, copies))
-        if self.closed and os.getpid() == self._pool.pid:
+        if self._closed and not self._in_child:
             endings.holding([self.lock], self._pool.sort_returned)
 
     def _account(self, nbytes: int) -> str:
@@ -521,29 +522,20 @@ class TransferClient(endings.Closing):
             parts.append(f"pinning more failed ({self.failure})")
         return ", ".join(parts) + ": release buffers earlier, or raise the budget"
 
-    def check_usable(self) -> None:
-        """Raise ClosedError, or in a forked child ForkError, if nothing can be lent."""
-        if self.closed:
-            raise ClosedError(f"the transfer buffers of {self.name} were closed")
-        if os.getpid() != self._pool.pid:
-            raise ForkError(
-                f"this pool belongs to process {self._pool.pid}: a forked child must make its own"
-            )
-
     def close(self) -> None:
         """Give everything back; what is held or in a copy comes back later. May be called twice."""
-        if not self.closed and os.getpid() == self._pool.pid:
+        if not self._closed and not self._in_child:
             endings.uninterrupted(self._release)
 
     def _release(self) -> None:
         with self.lock:
-            closed, self.closed = self.closed, True
+            closed, self._closed = self._closed, True
         if not closed:
             self._pool.leave(self)
             endings.forget(self)
 
     def __repr__(self) -> str:
-        if self.closed:
+        if self._closed:
             return f"<TransferClient {self.name}, closed>"
         return (
             f"<TransferClient {self.name}, {self.allocated_bytes} of {self.budget_bytes} bytes on "
