@@ -58,9 +58,9 @@ class Copy:
 
 def test_the_budget_is_a_limit_of_bytes(device: CpuDevice) -> None:
     with TransferClient(device, "tests", "1 MiB", "300 KiB", reserved=True) as ring:
-        held = [ring.acquire() for _ in range(3)]
+        held = [ring.take() for _ in range(3)]
 
-        assert ring.try_acquire() is None
+        assert ring.try_take() is None
         assert ring.buffers == len(held) == 3
         assert ring.allocated_bytes <= 1 << 20
         assert ring.failure is None
@@ -89,7 +89,7 @@ def test_a_buffer_can_be_used_while_others_are_pinned(
     before_each(monkeypatch, lambda number: number == 0 or go_on.wait(30))
     with TransferClient(device, "tests", 4 * BUFFER, BUFFER, reserved=True, ahead=True) as ring:
         until(lambda: ring.room.free)
-        ring.acquire(timeout_s=10).release()
+        ring.take(timeout_s=10).release()
         go_on.set()
         until(lambda: len(ring.room.free) == 4)
         assert ring.allocated_bytes == 4 * BUFFER
@@ -97,24 +97,24 @@ def test_a_buffer_can_be_used_while_others_are_pinned(
 
 def test_waiting_without_a_free_buffer_says_who_has_them(device: CpuDevice) -> None:
     with reserved(device, 2) as ring:
-        held = ring.acquire()
-        copied, copy = ring.acquire(), Copy()
+        held = ring.take()
+        copied, copy = ring.take(), Copy()
         copied.joins(copy)
         copied.release()
 
         with pytest.raises(DeviceTimeout, match=r"4096 are held, 4096 are released and in copies"):
-            ring.acquire(timeout_s=0.05)
+            ring.take(timeout_s=0.05)
 
-        assert ring.try_acquire() is None
+        assert ring.try_take() is None
         copy.ended = True
         held.release()
 
 
 def test_who_waits_gets_a_buffer_before_who_tries(device: CpuDevice) -> None:
     with reserved(device, 2) as ring:
-        first, second = ring.acquire(), ring.acquire()
+        first, second = ring.take(), ring.take()
         got: list[TransferBuffer] = []
-        waiting = threading.Thread(target=lambda: got.append(ring.acquire(timeout_s=30)))
+        waiting = threading.Thread(target=lambda: got.append(ring.take(timeout_s=30)))
         waiting.start()
         while not ring._line:
             time.sleep(0.001)
@@ -123,48 +123,48 @@ def test_who_waits_gets_a_buffer_before_who_tries(device: CpuDevice) -> None:
         # Whoever holds `second` and tries again and again would keep the other one for ever.
         while not got:
             assert ring._line or got
-            tried = ring.try_acquire() if ring._line else None
+            tried = ring.try_take() if ring._line else None
             assert tried is None
         waiting.join(30)
         got[0].release()
         second.release()
-        again = ring.try_acquire()
+        again = ring.try_take()
         assert again is not None
         again.release()
 
 
 def test_a_buffer_in_a_copy_is_not_lent_again(device: CpuDevice) -> None:
     with reserved(device, 1) as ring:
-        buffer, first, second = ring.acquire(), Copy(), Copy()
+        buffer, first, second = ring.take(), Copy(), Copy()
         buffer.joins(first)
         buffer.joins(second)
         buffer.release()
 
-        assert ring.try_acquire() is None
+        assert ring.try_take() is None
         first.ended = True
-        assert ring.try_acquire() is None
+        assert ring.try_take() is None
         second.ended = True
 
-        assert ring.try_acquire() is not None
+        assert ring.try_take() is not None
 
 
 def test_the_last_holder_gives_it_back(device: CpuDevice) -> None:
     with reserved(device, 1) as ring:
-        buffer = ring.acquire()
+        buffer = ring.take()
         assert buffer.retain() is buffer
 
         buffer.release()
         assert not buffer.released
-        assert ring.try_acquire() is None
+        assert ring.try_take() is None
         buffer.release()
 
         assert buffer.released
-        assert ring.try_acquire() is not None
+        assert ring.try_take() is not None
 
 
 def test_a_released_buffer_cannot_be_used(device: CpuDevice) -> None:
     with reserved(device, 1) as ring:
-        buffer = ring.acquire()
+        buffer = ring.take()
         buffer.release()
 
         for use in (lambda: buffer.address, buffer.as_numpy, buffer.retain, buffer.release):
@@ -176,23 +176,23 @@ def test_a_released_buffer_cannot_be_used(device: CpuDevice) -> None:
 
 def test_a_lost_buffer_comes_back_once_no_array_shows_it(device: CpuDevice) -> None:
     with reserved(device, 1) as ring:
-        shown = ring.acquire().as_numpy()
+        shown = ring.take().as_numpy()
         gc.collect()
-        assert ring.try_acquire() is None
+        assert ring.try_take() is None
 
         del shown
         gc.collect()
 
-        assert ring.try_acquire() is not None
+        assert ring.try_take() is not None
 
 
 def test_any_thread_may_release(device: CpuDevice) -> None:
     with reserved(device, 1) as ring:
-        buffer = ring.acquire()
+        buffer = ring.take()
         timer = threading.Timer(0.05, buffer.release)
         timer.start()
 
-        assert ring.acquire(timeout_s=10).nbytes == BUFFER
+        assert ring.take(timeout_s=10).nbytes == BUFFER
         timer.join()
 
 
@@ -201,7 +201,7 @@ def test_threads_never_share_a_buffer(device: CpuDevice) -> None:
 
     def work(ring: TransferClient, number: int) -> None:
         for turn in range(200):
-            buffer = ring.acquire(timeout_s=30)
+            buffer = ring.take(timeout_s=30)
             data = buffer.as_numpy().view(np.uint64)
             data[:] = number * 1000 + turn
             time.sleep(0)
@@ -229,13 +229,13 @@ def test_what_stops_the_pinning_is_said_and_the_client_goes_on(
 
     before_each(monkeypatch, scarce)
     with TransferClient(device, "tests", 5 * BUFFER, BUFFER, reserved=True) as ring:
-        held = ring.acquire(), ring.acquire()
-        assert ring.try_acquire() is None
+        held = ring.take(), ring.take()
+        assert ring.try_take() is None
 
         assert isinstance(ring.failure, DeviceOutOfMemory)
         assert ring.allocated_bytes == 2 * BUFFER
         with pytest.raises(DeviceTimeout, match="pinning more failed"):
-            ring.acquire(timeout_s=0.01)
+            ring.take(timeout_s=0.01)
         del held
     assert "pinning stopped at 8192 of 20480 bytes, with which tests goes on" in caplog.text
 
@@ -252,12 +252,12 @@ def test_a_client_that_gets_no_memory_raises_why(
         TransferClient(device, "tests", 5 * BUFFER, BUFFER, ahead=ahead) as ring,
         pytest.raises(DeviceOutOfMemory, match="no buffer"),
     ):
-        ring.acquire(timeout_s=10)
+        ring.take(timeout_s=10)
 
 
 def test_after_close_nothing_is_lent_and_what_is_held_stays(device: CpuDevice) -> None:
     ring = reserved(device, 2)
-    held = ring.acquire()
+    held = ring.take()
     data = held.as_numpy()
     data[:] = 5
 
@@ -266,7 +266,7 @@ def test_after_close_nothing_is_lent_and_what_is_held_stays(device: CpuDevice) -
 
     assert (data == 5).all()
     with pytest.raises(ClosedError, match="of tests were closed"):
-        ring.acquire()
+        ring.take()
     memory = held._block.memory
     assert not memory.closed
     held.release()
@@ -279,12 +279,12 @@ def test_its_device_closes_it(device: CpuDevice) -> None:
     device.close()
 
     with pytest.raises(ClosedError, match="of tests were closed"):
-        ring.try_acquire()
+        ring.try_take()
 
 
 def child(ring: TransferClient, answers: object) -> None:
     try:
-        ring.try_acquire()
+        ring.try_take()
         answers.put("lent")  # type: ignore[attr-defined]
     except ForkError as error:
         answers.put(str(error))  # type: ignore[attr-defined]
@@ -300,7 +300,7 @@ def test_a_forked_child_has_no_ring(device: CpuDevice) -> None:
         assert "belongs to process" in answers.get()
         process.join()
         assert process.exitcode == 0
-        assert ring.try_acquire() is not None
+        assert ring.try_take() is not None
 
 
 class Rings(RuleBasedStateMachine):
@@ -318,7 +318,7 @@ class Rings(RuleBasedStateMachine):
 
     @rule(target=buffers)
     def acquire(self) -> object:
-        buffer = self.ring.try_acquire()
+        buffer = self.ring.try_take()
         in_use = {b._block.address for b in self.holders}
         in_use |= {at for at, uses in self.uses.items() if any(not c.ended for c in uses)}
         if buffer is None:
@@ -391,37 +391,37 @@ def blocks(device: CpuDevice) -> Iterator[TransferClient]:
 
 
 def test_a_block_that_came_back_is_lent_again(blocks: TransferClient) -> None:
-    first = blocks.acquire(3 * MIB)
+    first = blocks.take(3 * MIB)
     address = first.address
     first.release()
 
-    assert blocks.acquire(2 * MIB).address == address
+    assert blocks.take(2 * MIB).address == address
     assert blocks.allocated_bytes == 3 * MIB
 
 
 def test_a_block_in_use_is_not(blocks: TransferClient) -> None:
-    held = blocks.acquire(3 * MIB)
+    held = blocks.take(3 * MIB)
 
-    other = blocks.acquire(3 * MIB)
+    other = blocks.take(3 * MIB)
     assert other.address != held.address
     with pytest.raises(DeviceTimeout, match="of 8388608 bytes 6291456 are held"):
-        blocks.acquire(6 * MIB, timeout_s=0.02)
+        blocks.take(6 * MIB, timeout_s=0.02)
 
 
 def test_free_blocks_that_do_not_fit_make_room(blocks: TransferClient) -> None:
-    blocks.acquire(5 * MIB).release()
+    blocks.take(5 * MIB).release()
 
-    assert blocks.acquire(8 * MIB, timeout_s=1).nbytes == 8 * MIB
+    assert blocks.take(8 * MIB, timeout_s=1).nbytes == 8 * MIB
     assert blocks.allocated_bytes == 8 * MIB
 
 
 def test_more_than_the_budget_is_refused_at_once(blocks: TransferClient) -> None:
     with pytest.raises(ArgumentError, match="8388609 bytes are more than the budget of 8388608"):
-        blocks.acquire(8 * MIB + 1)
+        blocks.take(8 * MIB + 1)
 
 
 def test_after_close_a_block_that_is_held_stays(blocks: TransferClient) -> None:
-    held = blocks.acquire(MIB)
+    held = blocks.take(MIB)
     data = held.as_numpy()
     data[:] = 3
 
@@ -430,7 +430,7 @@ def test_after_close_a_block_that_is_held_stays(blocks: TransferClient) -> None:
 
     assert (data == 3).all()
     with pytest.raises(ClosedError, match="of tests were closed"):
-        blocks.acquire(1)
+        blocks.take(1)
     del data, held
     gc.collect()
     assert blocks.allocated_bytes == 0
@@ -449,7 +449,7 @@ def test_the_budget_holds_whatever_is_asked_for(steps: list[tuple[bool, int]]) -
                 held.pop(nbytes % len(held)).release()
                 continue
             try:
-                buffer = blocks.acquire(nbytes, timeout_s=0)
+                buffer = blocks.take(nbytes, timeout_s=0)
             except DeviceTimeout:
                 assert sum(each.nbytes for each in held) + nbytes > 8 * MIB
                 continue
@@ -474,7 +474,7 @@ def client(device: CpuDevice, buffers: int = 6, minimum: int = 1) -> TransferCli
 
 def taken(client: TransferClient) -> list[TransferBuffer]:
     """Take all that a client gets."""
-    return list(iter(client.try_acquire, None))
+    return list(iter(client.try_take, None))
 
 
 @pytest.mark.usefixtures("few")
@@ -485,7 +485,7 @@ def test_a_client_leaves_the_others_their_minimum(device: CpuDevice) -> None:
 
         of_first.pop().release()
 
-        assert second.try_acquire() is not None
+        assert second.try_take() is not None
 
 
 @pytest.mark.usefixtures("few")
@@ -503,31 +503,31 @@ def test_a_reservation_takes_nothing_from_others(device: CpuDevice) -> None:
 @pytest.mark.usefixtures("few")
 def test_clients_use_buffers_of_each_other(device: CpuDevice) -> None:
     with client(device) as first, client(device) as second:
-        buffer = first.acquire()
+        buffer = first.take()
         address = buffer.address
         buffer.release()
 
-        assert second.acquire().address == address
+        assert second.take().address == address
 
 
 def test_who_holds_a_buffer_does_not_wait_for_another(device: CpuDevice) -> None:
     with client(device, 1) as first, client(device, 1) as second:
-        held = [first.acquire(), second.acquire()]
+        held = [first.take(), second.take()]
 
         with pytest.raises(DeviceError, match=r"holds 2 transfer buffers would wait for another"):
-            first.acquire()
+            first.take()
         assert held
 
 
 def test_who_holds_a_buffer_gets_one_that_is_free(device: CpuDevice) -> None:
     with client(device, 2) as two:
-        assert two.acquire().address != two.acquire().address
+        assert two.take().address != two.take().address
 
 
 def test_another_thread_may_wait_for_what_this_one_holds(device: CpuDevice) -> None:
     with client(device, 1) as one:
-        held, got = one.acquire(), []
-        waiting = threading.Thread(target=lambda: got.append(one.acquire(timeout_s=30)))
+        held, got = one.take(), []
+        waiting = threading.Thread(target=lambda: got.append(one.take(timeout_s=30)))
         waiting.start()
         until(lambda: one._line)
         held.release()
@@ -546,13 +546,13 @@ def test_a_forked_child_begins_with_an_empty_pool(device: CpuDevice) -> None:
         of_child = pool_of(device)
         before = of_child.pinned_bytes
         with reserved(device, 1) as own:
-            data = own.acquire().as_numpy()
+            data = own.take().as_numpy()
             data[:] = 1
         answers.put((of_child.pid, before))  # type: ignore[attr-defined]
 
     fork = multiprocessing.get_context("fork")
     with reserved(device, 1) as ring:
-        held = ring.acquire()
+        held = ring.take()
         answers = fork.SimpleQueue()
         process = fork.Process(target=child, args=(answers,))
         process.start()

@@ -59,7 +59,7 @@ def check_bytes_arrive_in_all_directions() -> None:
     ring = TransferClient(device, "tests", 4 * 4096, 4096)
     there, beside = device.allocate(4096), device.allocate(4096)
     with CopyEngine(device) as engine:
-        first, last = ring.acquire(timeout_s=10), ring.acquire(timeout_s=10)
+        first, last = ring.take(timeout_s=10), ring.take(timeout_s=10)
         first.as_numpy()[:] = np.arange(4096) % 251
         up = engine.copy(there, first)
         across = engine.copy(beside, there, after=up)
@@ -132,17 +132,17 @@ def check_a_buffer_in_flight_is_not_lent() -> None:
     ring = TransferClient(device, "tests", 4096, 4096)
     word = Word(device)
     with CopyEngine(device) as engine:
-        buffer = ring.acquire(timeout_s=10)
+        buffer = ring.take(timeout_s=10)
         buffer.as_numpy()[:] = 5
         word.hold(engine, Direction.TO_DEVICE, 1)
         engine.copy(there, buffer)
         buffer.release()
-        assert ring.try_acquire() is None
+        assert ring.try_take() is None
         with pytest.raises(DeviceTimeout, match="4096 are released and in copies"):
-            ring.acquire(timeout_s=0.02)
+            ring.take(timeout_s=0.02)
 
         word.store(1)
-        ring.acquire(timeout_s=10).as_numpy()[:] = 0
+        ring.take(timeout_s=10).as_numpy()[:] = 0
         assert content(device, there, 4096) == bytes([5]) * 4096
     ring.close()
 
@@ -151,7 +151,7 @@ def pooled(device: CudaDevice, blocks: int) -> Pool:
     """Let a client take buffers at once and leave them, and look often whether they are in use."""
     pool._FLOOR_BYTES, pool._IDLE_S, pool._LOOK_S = 2 * 4096, 0.05, 0.002
     with TransferClient(device, "tests", blocks * 4096, 4096, reserved=True) as client:
-        held = [client.acquire() for _ in range(blocks)]
+        held = [client.take() for _ in range(blocks)]
         for each in held:
             each.release()
     return pool_of(device)
@@ -202,7 +202,7 @@ def check_a_copy_is_cut_where_pieces_meet() -> None:
         TransferClient(device, "tests", 3 << 16, 3 << 16) as client,
         CopyEngine(device) as engine,
     ):
-        held = client.acquire()
+        held = client.take()
         held.as_numpy()[:] = content
         up = engine.copy(there, held.address + 100, 2 << 16, after=())
         engine.copy(held.address + 9, there, 2 << 16, after=up).wait(10)
@@ -296,7 +296,7 @@ def check_a_refused_copy_raises_at_once_and_frees_its_event() -> None:
         engine.copy(there, here, after=()).wait(10)
         events = fake().fake_count(b"cuEventCreate")
         for _ in range(50):
-            buffer = ring.acquire(timeout_s=10)
+            buffer = ring.take(timeout_s=10)
             with failing("cuMemcpyAsync", 1), pytest.raises(DeviceError, match="cuMemcpyAsync"):
                 engine.copy(there, buffer, after=())
             buffer.release()

@@ -68,7 +68,7 @@ def test_addresses_memory_buffers_and_bytes_are_taken(
     memory = device.allocate(128)
     out = bytearray(128)
     with TransferClient(device, "tests", 4096, 128) as ring:
-        buffer = ring.acquire(timeout_s=10)
+        buffer = ring.take(timeout_s=10)
         first = engine.copy(memory, source, 128, after=())
         second = engine.copy(buffer, memory, after=first)
         third = engine.copy(out, buffer.address, 128, after=[second])
@@ -154,15 +154,15 @@ def test_a_released_buffer_is_not_lent_while_it_is_copied(
 ) -> None:
     target = np.zeros(512, np.uint8)
     with TransferClient(device, "tests", 512, 512) as ring:
-        buffer = ring.acquire(timeout_s=10)
+        buffer = ring.take(timeout_s=10)
         buffer.as_numpy()[:] = 9
         word.hold(engine, TO_DEVICE, 1)
         ticket = engine.copy(target, buffer, direction=TO_DEVICE)
         buffer.release()
 
-        assert ring.try_acquire() is None
+        assert ring.try_take() is None
         word.store(1)
-        ring.acquire(timeout_s=10).as_numpy()[:] = 1
+        ring.take(timeout_s=10).as_numpy()[:] = 1
 
         assert ticket.done()
         assert (target == 9).all()

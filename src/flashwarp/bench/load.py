@@ -342,7 +342,7 @@ class _Load:
         assert isinstance(self.device, CudaDevice)
         target = self.device.allocate(self.nbytes)
         client = TransferClient(self.device, "the copy engine", 4 * _COPY_BYTES, _COPY_BYTES)
-        buffers = [client.acquire() for _ in range(4)]
+        buffers = [client.take() for _ in range(4)]
         engine = CopyEngine(self.device)
 
         def measure() -> float:

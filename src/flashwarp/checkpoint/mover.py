@@ -480,7 +480,7 @@ def _described(parts: list[_Part], filled: list[tuple[str, int]]) -> str:
 
 @contextlib.contextmanager
 def _lent(staging: TransferClient, timeout_s: float) -> Iterator[TransferBuffer]:
-    buffer = staging.acquire(timeout_s=timeout_s)
+    buffer = staging.take(timeout_s=timeout_s)
     try:
         yield buffer
     finally:

@@ -444,7 +444,7 @@ class _Mover:
                     chunk.source.read(self._gatherer, target, piece.offset, piece.nbytes, way)
                     self._done.append(piece.nbytes)
                 continue
-            buffer = self._buffers.acquire(timeout_s=self._limit_s)
+            buffer = self._buffers.take(timeout_s=self._limit_s)
             try:
                 nbytes = chunk.end - chunk.begin
                 chunk.source.read(self._gatherer, buffer.as_numpy(), chunk.begin, nbytes, way)

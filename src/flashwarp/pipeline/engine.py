@@ -301,7 +301,7 @@ class BatchEngine(endings.OfProcess):
                 raise ArgumentError(f"chunk_bytes={chunk_bytes} is not a multiple of 4096")
             nbytes = chunk_bytes * chunks
             client = TransferClient(self.device, "rings of batches", nbytes, nbytes, reserved=True)
-            self._rings.append((client, client.acquire()))
+            self._rings.append((client, client.take()))
             port |= {
                 "ring": self._rings[-1][1].address,
                 "chunk_bytes": chunk_bytes,

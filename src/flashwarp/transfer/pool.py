@@ -372,7 +372,7 @@ class TransferClient(endings.OfProcess):
     >>> from flashwarp.device import CpuDevice
     >>> from flashwarp.transfer import TransferClient
     >>> with TransferClient(CpuDevice(), "an example", "1 MiB", "256 KiB") as client:
-    ...     buffer = client.acquire(timeout_s=10)
+    ...     buffer = client.take(timeout_s=10)
     ...     buffer.as_numpy()[:4] = 7
     ...     buffer.release()
     ...     client.buffers
@@ -425,7 +425,7 @@ class TransferClient(endings.OfProcess):
         """Bytes that it has: lent, in copies, or kept for it."""
         return self.lent_bytes + (self.room.free_bytes if self.reserved else 0)
 
-    def acquire(self, nbytes: int | None = None, timeout_s: float = TIMEOUT_S) -> TransferBuffer:
+    def take(self, nbytes: int | None = None, timeout_s: float = TIMEOUT_S) -> TransferBuffer:
         """Lend a buffer, with any content; blocks until one is free. Who asked first gets it first.
 
         Raises
@@ -464,10 +464,10 @@ class TransferClient(endings.OfProcess):
             f"{timeout_s:g} s): {self._account(nbytes)}"
         )
 
-    def try_acquire(self, nbytes: int | None = None) -> TransferBuffer | None:
+    def try_take(self, nbytes: int | None = None) -> TransferBuffer | None:
         """Lend a buffer if one is free and nobody waits for it; waits for no other holder.
 
-        Raises as `acquire` does.
+        Raises as `take` does.
         """
         return None if self._line else self._try(self._size(nbytes))
 

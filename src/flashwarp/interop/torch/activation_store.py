@@ -161,7 +161,7 @@ class ActivationStore:
         def taken() -> bool:
             self._sweep()
             while len(found) < count:
-                buffer = self._pinned.try_acquire()
+                buffer = self._pinned.try_take()
                 if buffer is not None:
                     found.append(buffer)
                 elif not self._give_up_oldest():
@@ -279,7 +279,7 @@ class ActivationStore:
                 return True
             found: list[TransferBuffer] = []
             for _ in range(-(-entry.nbytes // self._buffer_bytes)):
-                buffer = self._pinned.try_acquire()
+                buffer = self._pinned.try_take()
                 if buffer is None:
                     for each in found:
                         each.release()
