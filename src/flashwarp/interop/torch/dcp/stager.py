@@ -119,7 +119,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         by_device: dict[str, list[int]] = {}
         for i, source in enumerate(plan.sources):
             by_device.setdefault(_device_name(source), []).append(i)
-        block = self._blocks_for(by_device).acquire(plan.nbytes, self.timeout_s)
+        block = self._blocks_for(by_device).take(plan.nbytes, self.timeout_s)
         plan.give(torch.from_numpy(block.as_numpy()))
         for name, members in by_device.items():
             targets = [block.address + plan.offsets[i] for i in members]
