@@ -1000,7 +1000,7 @@ MUTANTS = {
         ),
         Mutant(
             "window-keeps-slots",
-            "flashwarp/bench/drives.cuh",
+            "benchmarks/drives/drives.cuh",
             "      while (outstanding_ != 0) {\n",
             "      while (outstanding_ != 0 && p_.window == 1) {\n",
             "warps wait for slots that each other holds",
@@ -1990,4 +1990,4 @@ MUTANTS = {
         ),
     )
 }
-"""By name; `docs/simulator.md` has them in a table."""
+"""By name."""
