@@ -131,7 +131,7 @@ docs: $(VENV)/docs.stamp  ## Build the documentation into docs/_build
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 clean:  ## Remove what these targets made, .venv included
-	rm -rf $(VENV) build docs/_build docs/api/generated
+	rm -rf $(VENV) build docs/_build
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src benchmarks tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
