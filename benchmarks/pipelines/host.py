@@ -43,7 +43,7 @@ class Loops:
     """The native loops, each spread over some threads."""
 
     def __init__(self, folder: Path, threads: int) -> None:
-        library = folder / "pipelines_host.so"
+        library = folder / "host.so"
         flags = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-o", str(library))
         subprocess.run([*find_compiler(), *flags, str(_SOURCE), "-ldl"], check=True)
         self._library = ctypes.CDLL(str(library))
