@@ -121,6 +121,17 @@ class _Calls(_Owners):
         """Wait for nothing: calls end before they return."""
 
 
+class _RowCalls:
+    """Stands for the calls that run in the extension: a client's all take the ordinary way."""
+
+    changes = 0
+
+    def gather(self, *operands: object) -> None:
+        """Leave the gather to the ordinary way."""
+
+    prefetch = gather
+
+
 class _File(_Owners):
     """Stands for the storage, which the owner has open."""
 
@@ -450,7 +461,7 @@ class ClientAttachment(Attachment):
         format_ = RowFormat(layout.dtype, layout.shape)
         self.launcher = ClientLauncher(client, format_, opened, cache.line_bytes)
         self.operands = Operands(client.device, format_, client.device)
-        self.tensors = None
+        self.row_calls = _RowCalls()  # type: ignore[assignment]
         self.calls = _Calls()  # type: ignore[assignment]
         client.arrays.add(self)
         endings.remember(self)

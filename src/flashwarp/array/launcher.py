@@ -19,7 +19,7 @@ import numpy.typing as npt
 from flashwarp import _native, config
 from flashwarp._jit.driver import End
 from flashwarp.array.copying import RangeCopies
-from flashwarp.array.deferral import NOT_DEFERRED, Deferral, Deferred, renumbered
+from flashwarp.array.deferral import NOT_DEFERRED, Deferral, Deferred
 from flashwarp.array.operands import Index
 from flashwarp.array.order import Order, in_order
 from flashwarp.array.rows import (
@@ -52,9 +52,6 @@ row; 0: it is out of bounds."""
 # Waking a thread of the CPU device takes 50 us, as long as copying this much.
 _BYTES_WORTH_A_THREAD = 128 << 10
 
-# What a buffer's address must be known of to choose the kernel; see `element_bytes`.
-_ALIGNMENT_MAX = 16
-
 # Launches that are kept prepared: one for each size of call.
 _PREPARED_MAX = 256
 # Warps of the blocks of a call that may use a few multiprocessors. Those of rows in place fill one.
@@ -63,7 +60,6 @@ _BLOCK_WARPS = 8
 
 # The members of `RowParams` behind those of the array.
 _ROW_MEMBERS = struct.Struct("=9Q4I2Q2I")
-_FIRST_ROW_MEMBERS = struct.Struct("=3Q")  # those that differ between calls of one size
 assert RowParams.indices.offset + _ROW_MEMBERS.size == ctypes.sizeof(RowParams)
 
 # The handle that stands for another stream in each thread.
@@ -137,8 +133,8 @@ class Launcher:
         self._strays_used = 0
         cache = volume.cache
         self._prepared: dict[object, Launch] = {}
-        # For small calls on rows by index: the launch, and all but the first members.
-        self._prepared_small: dict[object, tuple[Launch, bytes]] = {}
+        # For calls on rows by index.
+        self.plans = _native.RowPlans(RowParams.indices.offset, RowParams.look_ahead.offset)
         self._array_members = bytes(
             RowParams(geometry=cache.geometry, cache=cache.address, volume=volume.address)
         )[: -_ROW_MEMBERS.size]
@@ -236,22 +232,7 @@ class Launcher:
         counting: Counting | None = None,
     ) -> tuple[Launch, bytes]:
         """Prepare a gather of rows on a GPU: the launch, and its parameter."""
-        kind = count, index_bytes, buffer & _ALIGNMENT_MAX - 1, counting
-        found = self._prepared_small.get(kind)
-        if found is None:
-            launch, params = self.prepare_rows("gather", count, index_bytes, buffer, counting)
-            found = launch, params[self.own_members_at + _FIRST_ROW_MEMBERS.size :]
-            if len(self._prepared_small) >= _PREPARED_MAX:
-                self._prepared_small.clear()
-            self._prepared_small[kind] = found
-        launch, rest = found
-        first = _FIRST_ROW_MEMBERS.pack(indices, count, buffer)
-        return launch, self._array_members + first + renumbered(rest)
-
-    @property
-    def own_members_at(self) -> int:
-        """The offset in `RowParams` of what differs between calls of one size."""
-        return len(self._array_members)
+        return self.plans.gather(self, indices, count, index_bytes, buffer, counting)
 
     def prepare_rows(
         self,
@@ -261,7 +242,7 @@ class Launcher:
         buffer: int,
         counting: Counting | None = None,
     ) -> tuple[Launch, bytes]:
-        """Prepare calls of one size on rows of a GPU: the launch, and its parameter.
+        """Prepare calls of one size on rows by index: the launch, and its parameter.
 
         Each call has indices and a buffer of its own, and a number if it defers its misses.
         """

@@ -47,7 +47,15 @@ _log = logging.getLogger(__name__)
 
 
 class Launch(ABC):
-    """A prepared launch; see `Device.prepare`."""
+    """A prepared launch; see `Device.prepare`.
+
+    Attributes
+    ----------
+    plan : Plan
+        The same for the extension, which launches it without Python.
+    """
+
+    plan: _native.Plan
 
     @abstractmethod
     def __call__(

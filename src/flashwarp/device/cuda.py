@@ -296,7 +296,7 @@ class CudaDevice(Device):
         handle = self._stream.handle if stream is None else stream
         self.context.wait_for_word(address, handle)
 
-    @property
+    @functools.cached_property
     def launching(self) -> _native.Launching:
         """What the extension launches with."""
         own, mark = self._stream.handle, self._mark
@@ -418,6 +418,7 @@ class CudaDevice(Device):
         with self._lock:
             if self._closed:
                 return
+            self.launching.closed = True
             super()._release()
             if self.context.usable:
                 self._close_context()
@@ -440,16 +441,13 @@ class CudaDevice(Device):
 
 
 class _CudaLaunch(Launch):
-    # For the extension: the kernel, and its blocks and their threads.
-    size: tuple[int, int, int]
-
     def __init__(
         self, device: CudaDevice, kernel: driver.Kernel, blocks: int, block_threads: int
     ) -> None:
         self._device = device
         self._context = device.context
         self._size = kernel, blocks, block_threads
-        self.size = kernel.handle, blocks, block_threads
+        self.plan = _native.Plan.on_gpu(kernel.handle, blocks, block_threads)
         self._own = (device._stream.handle,)
 
     def __call__(
