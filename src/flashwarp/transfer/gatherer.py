@@ -1,4 +1,4 @@
-"""`Gatherer`: host threads that collect scattered pieces into one buffer, or spread them again."""
+"""`Gatherer`: host threads that collect scattered pieces into one buffer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from flashwarp import _native, endings
 from flashwarp.config import cores, integer
-from flashwarp.errors import ArgumentError, BoundsError, ClosedError, ForkError, StorageError
+from flashwarp.errors import ArgumentError, BoundsError, StorageError
 
 __all__ = ["Gatherer"]
 
@@ -22,7 +22,7 @@ _MOST = 1 << 62
 Bytes = npt.NDArray[Any]
 
 
-class Gatherer(endings.Closing):
+class Gatherer(endings.OfProcess):
     """Moves scattered pieces of one size at memory speed, by a few threads of the host.
 
     Piece i of the buffer is the one that the i-th offset names, so a batch lies in the order in
@@ -49,14 +49,15 @@ class Gatherer(endings.Closing):
     [20, 21, 22, 23, 0, 1, 2, 3, 36, 37, 38, 39]
     """
 
+    _kind = "gatherer"
+
     def __init__(self, threads: int | None = None, in_flight: int = 64) -> None:
+        super().__init__()
         count = cores() if threads is None else threads
-        self._pid = os.getpid()
         self._native = _native.Gatherer(
             integer("threads", count, 1, _THREADS_MAX),
             integer("in_flight", in_flight, 1, _IN_FLIGHT_MAX),
         )
-        self._closed = False
 
     @property
     def threads(self) -> int:
@@ -92,19 +93,17 @@ class Gatherer(endings.Closing):
         StorageError
             A page of the mapped file is gone. The buffer's content is undefined.
         """
-        to, base, where = self._memory(buffer, source, offsets, piece_bytes, into=buffer)
+        to, where = self._buffer(buffer, offsets, piece_bytes, writable=True)
+        _check_array("source", source, writable=False)
+        last = source.nbytes - piece_bytes
+        if where.size and (where.min() < 0 or where.max() > last):
+            wrong = int(np.flatnonzero((where < 0) | (where > last))[0])
+            raise BoundsError(
+                f"piece {wrong} begins at byte {int(where[wrong])}, and the memory has "
+                f"{source.nbytes} bytes: offsets are between 0 and {last}"
+            )
+        base = source.ctypes.data
         self._check(self._native.gather(to, base, *_list(where), piece_bytes), where, None)
-
-    def scatter(
-        self, target: Bytes, buffer: Bytes, offsets: npt.ArrayLike, piece_bytes: int
-    ) -> None:
-        """Spread the pieces of `buffer` over `target`; as `gather`, the other way.
-
-        If an offset occurs more than once, any one of its pieces ends there, possibly parts of
-        several.
-        """
-        of, base, where = self._memory(buffer, target, offsets, piece_bytes, into=target)
-        self._check(self._native.scatter(of, base, *_list(where), piece_bytes), where, None)
 
     def read(self, buffer: Bytes, fd: int, offsets: npt.ArrayLike, piece_bytes: int) -> None:
         """Collect pieces of an open file into `buffer`, with many reads in flight.
@@ -129,20 +128,6 @@ class Gatherer(endings.Closing):
         self._check(self._native.write(of, _descriptor(fd), *_list(where), piece_bytes), where, fd)
 
     # Checks.
-
-    def _memory(
-        self, buffer: Bytes, other: Bytes, offsets: npt.ArrayLike, piece_bytes: int, into: Bytes
-    ) -> tuple[int, int, npt.NDArray[np.int64]]:
-        at, where = self._buffer(buffer, offsets, piece_bytes, writable=into is buffer)
-        _check_array("source" if into is buffer else "target", other, writable=into is other)
-        last = other.nbytes - piece_bytes
-        if where.size and (where.min() < 0 or where.max() > last):
-            wrong = int(np.flatnonzero((where < 0) | (where > last))[0])
-            raise BoundsError(
-                f"piece {wrong} begins at byte {int(where[wrong])}, and the memory has "
-                f"{other.nbytes} bytes: offsets are between 0 and {last}"
-            )
-        return at, other.ctypes.data, where
 
     def _buffer(
         self, buffer: Bytes, offsets: npt.ArrayLike, piece_bytes: int, *, writable: bool
@@ -182,14 +167,6 @@ class Gatherer(endings.Closing):
             text = os.strerror(code)
         name = None if fd is None else f"descriptor {fd}"
         raise StorageError(code, f"piece {piece} at byte {offset}: {text}", name, offset=offset)
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("the gatherer was closed")
-        if os.getpid() != self._pid:
-            raise ForkError(
-                f"this gatherer belongs to process {self._pid}: a forked child must make its own"
-            )
 
     def close(self) -> None:
         """End the threads, after calls that run. May be called twice."""
