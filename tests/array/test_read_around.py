@@ -90,7 +90,7 @@ def test_gathers_of_many_lines_fill_one_of_a_batch(
         assert x.stats.commands == 0
         assert 0 < cold.bypasses < cold.misses
         batches = 2 * MANY * (row_bytes // LINE + 2) // 32
-        assert cold.misses - cold.bypasses <= batches + threads
+        assert cold.misses - cold.bypasses <= 2 * batches + threads, "few are filled"
         assert x.stats.hits - cold.hits > 20 * (cold.hits + cold.misses), "lines have entered"
 
 

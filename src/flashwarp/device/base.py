@@ -22,6 +22,7 @@ from flashwarp import _native, endings
 from flashwarp._jit import driver
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.foreign import ArrayView, Stream, empty_in_library, view
+from flashwarp.device.launches import BuiltInKernels, Launch
 from flashwarp.device.memory import (
     DeviceArray,
     DeviceMemory,
@@ -44,60 +45,6 @@ if TYPE_CHECKING:
     from flashwarp._jit.compiler import Source
 
 _log = logging.getLogger(__name__)
-
-
-class Launch(ABC):
-    """A prepared launch; see `Device.prepare`.
-
-    Attributes
-    ----------
-    plan : Plan
-        The same for the extension, which launches it without Python.
-    """
-
-    plan: _native.Plan
-
-    @abstractmethod
-    def __call__(
-        self,
-        arguments: Sequence[bytes],
-        stream: int | None,
-        uses: Sequence[object] = (),
-        end: driver.End | None = None,
-    ) -> None:
-        """Launch it."""
-
-    def after_own(self, arguments: tuple[bytes, ...], stream: int) -> bool:
-        """Launch it on a GPU's stream, after what the library's own stream has queued.
-
-        Returns False, and does nothing, if the stream is being captured.
-        """
-        raise NotImplementedError
-
-    def refuse(self, result: int, stream: int) -> None:
-        """Raise why the driver has refused it on a GPU's stream."""
-        raise NotImplementedError
-
-    def append_after(
-        self,
-        arguments: tuple[bytes, ...],
-        others: tuple[int, ...],
-        stream: int,
-        end: driver.End,
-    ) -> bool:
-        """Launch it on a GPU's stream after the present work of others, and mark its end.
-
-        Returns False, and does nothing, if one of these streams is being captured. If an error is
-        raised and `end` has its entry, the launch runs, and its end is not marked.
-        """
-        raise NotImplementedError
-
-    def among(self, arguments: tuple[bytes, ...], others: tuple[int, ...]) -> bool:
-        """Launch it on a GPU's own stream, between the present and the later work of others.
-
-        Returns False, and does nothing, if one of these streams is being captured.
-        """
-        raise NotImplementedError
 
 
 TIMEOUT_S = 60.0
@@ -173,6 +120,10 @@ class Device(endings.Closing, ABC):
         self._closed = False
         self._built_in: dict[Policy, dict[str, LoadedKernel]] = {}
         self._programs: dict[str, LoadedProgram] = {}
+        # Launches know their device, so it must not keep them.
+        self._kernels: weakref.WeakValueDictionary[Policy, BuiltInKernels] = (
+            weakref.WeakValueDictionary()
+        )
         self.spares = Spares()
         # Caches, which the device closes after its arrays.
         self.carries: weakref.WeakSet[endings.Closing] = weakref.WeakSet()
@@ -353,6 +304,13 @@ class Device(endings.Closing, ABC):
                 f"kernel fw_{name} takes a struct of {found.param_bytes[0]} bytes, but the host's "
                 f"has {param_bytes}: their layouts differ"
             )
+        return found
+
+    def kernels_for(self, policy: Policy) -> BuiltInKernels:
+        """Return the launches of built-in kernels that all callers with such caches share."""
+        found = self._kernels.get(policy)
+        if found is None:
+            found = self._kernels[policy] = BuiltInKernels(self, policy)
         return found
 
     def _find_built_in(self, name: str, policy: Policy) -> LoadedKernel:

@@ -17,8 +17,9 @@ from flashwarp import _native, endings
 from flashwarp._jit import driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp._waiting import saying_if_slow
-from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch, quietly
+from flashwarp.device.base import TIMEOUT_S, Device, Event, quietly
 from flashwarp.device.foreign import ArrayView, Stream, stream_handle
+from flashwarp.device.launches import Launch
 from flashwarp.device.memory import (
     DeviceMemory,
     Exported,
