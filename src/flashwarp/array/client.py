@@ -398,7 +398,6 @@ class ClientLauncher(_Owners):
 
     def let_go(self) -> None:
         """Free its memory."""
-        self._launches.clear()
         for each in self._memory:
             each.close()
 
