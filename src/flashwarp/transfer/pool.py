@@ -43,10 +43,14 @@ _BUFFER_BYTES = 16 << 20
 # A block that is larger than this many times what is asked for is not lent for it.
 _WASTE = 2
 _SMALL_BYTES = 1 << 20
-# What is lent to all clients of a device at a time, unless one has a larger budget.
 _LENT_BYTES_MAX = 1 << 30
-# What stays pinned: what a load and a checkpoint pass through.
 _FLOOR_BYTES = 256 << 20
+BOUNDS = (
+    f"transfers have at most {_LENT_BYTES_MAX >> 30} GiB of a GPU's, or the largest budget of one "
+    f"of them, besides what is reserved; {_FLOOR_BYTES >> 20} MiB stay pinned between them"
+)
+"""Of what is lent to all clients of a device at a time, and of what a load and a checkpoint pass
+through; for people."""
 # It is given back when nobody has asked for a buffer for so long; looked at from time to time.
 _IDLE_S = 10.0
 _LOOK_S = 0.1
@@ -120,6 +124,13 @@ class Pool:
                 kept = sum(each.nbytes for each in memories if not each.closed)
                 found[use] = found.get(use, 0) + kept
         return {use: nbytes for use, nbytes in found.items() if nbytes}
+
+    def note(self, before: str = "") -> str:
+        """Say for people what is pinned, after some text; empty on the CPU device."""
+        if not self._floor:
+            return ""
+        uses = ", ".join(f"{use} {nbytes}" for use, nbytes in self.pinned_bytes.items())
+        return f"{before}pinned bytes: {uses or 0}; at most {self.shared.limit} lent to transfers"
 
     def reserve(self, use: str, nbytes: int, alignment: int = 4096) -> DeviceMemory:
         """Allocate pinned memory that a part of the library keeps, zero-filled.
