@@ -5,7 +5,7 @@ clients together leave the others theirs, so no client waits for ever for anothe
 holds a buffer never waits for one: it is refused. What a client needs for long is reserved: it has
 its budget for itself.
 
-A floor stays pinned between uses. The rest is given back once nobody has asked for a buffer for a
+A floor stays pinned between uses. A block above it is given back when nobody has used it for a
 while and the device is idle, piece by piece.
 """
 
@@ -51,7 +51,7 @@ BOUNDS = (
 )
 """Of what is lent to all clients of a device at a time, and of what a load and a checkpoint pass
 through; for people."""
-# It is given back when nobody has asked for a buffer for so long; looked at from time to time.
+# A block is given back when nobody has used it for so long; looked at from time to time.
 _IDLE_S = 10.0
 _LOOK_S = 0.1
 _PAUSE_S = 100e-6
@@ -107,7 +107,6 @@ class Pool:
         # may be lost while this thread holds it.
         self.returned: deque[tuple[TransferClient, Block, list[InFlight]]] = deque()
         self._sorting = False
-        self._asked_s = time.monotonic()
         self._ahead: deque[TransferClient] = deque()
         self._pinning: TransferClient | None = None
         self._keeper: threading.Thread | None = None
@@ -184,7 +183,6 @@ class Pool:
     def lend(self, client: TransferClient, nbytes: int, taker: int) -> TransferBuffer | None:
         """Lend a buffer, pinning one if the client may have more; None if it may not."""
         with self.lock:
-            self._asked_s = time.monotonic()
             self.sort_returned()
             client._check_usable()
             block = self._find(client, nbytes)
@@ -192,8 +190,9 @@ class Pool:
                 return self._lent(client, block, nbytes, taker)
             if not client.may_pin(nbytes):
                 return None
+            room = client.room
+            removed = room.surplus(max(room.limit, room.lent + room.free_bytes) - nbytes)
             self._take(client, nbytes)
-            removed = client.room.surplus(client.room.limit)
         for each in removed:
             each.close()
         try:
@@ -214,7 +213,7 @@ class Pool:
         room, most = client.room, max(nbytes * _WASTE, _SMALL_BYTES)
         fits = [
             each
-            for each in room.free.values()
+            for each in reversed(room.free.values())  # so that those not needed grow old
             if nbytes <= each.nbytes <= most and room.allows(client, each.nbytes)
         ]
         return min(fits, key=lambda each: each.nbytes, default=None)
@@ -236,15 +235,21 @@ class Pool:
 
     def sort_returned(self) -> None:
         """Free what came back and no copy uses; look at each once. Under the lock."""
-        if self._sorting:  # a finalizer came in between
-            return
-        self._sorting = True
+        if not self._sorting:  # else a finalizer came in between
+            self._sorting = True
+            try:
+                self._sort_returned()
+            finally:
+                self._sorting = False
+
+    def _sort_returned(self) -> None:
         for _ in range(len(self.returned)):
             client, block, copies = self.returned[0]
             if not all(copy.over() for copy in copies):
                 self.returned.rotate(-1)
                 continue
             self._take(client, -block.nbytes)
+            block.used_s = time.monotonic()
             if not client._closed:
                 client.room.free[block.address] = block
             elif self._floor:
@@ -252,7 +257,6 @@ class Pool:
             else:
                 block.close()
             self.returned.popleft()
-        self._sorting = False
 
     def check_holds_none(self, client: TransferClient, thread: int) -> None:
         """Refuse the wait of a thread that holds a buffer others may wait for."""
@@ -327,11 +331,12 @@ class Pool:
             self._pinning = None
 
     def _give_back(self) -> bool:
-        """Give back a block, once nobody has asked for one for a while."""
+        """Give back the block that has been free for longest, if nobody has used it for a while."""
         with self.lock:
-            if time.monotonic() - self._asked_s < _IDLE_S or not self.shared.free:
+            block = next(iter(self.shared.free.values()), None)
+            if block is None or time.monotonic() - block.used_s < _IDLE_S:
                 return False
-            _, block = self.shared.free.popitem()
+            del self.shared.free[block.address]
         block.close(self._until_idle)
         return True
 
