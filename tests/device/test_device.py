@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import flashwarp.device as fw_device
-from flashwarp._jit import driver
+from flashwarp._jit import cuda_context
 from flashwarp.array.rows import RowParams
 from flashwarp.device import (
     ArrayView,
@@ -588,13 +588,13 @@ def test_host_wait_does_not_count_the_time_of_a_stop(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(time, "monotonic", lambda: next(jumps))
     answers = iter([False, False, False, True])
 
-    driver.wait_until(lambda: next(answers), 1.0, "a stream")
+    cuda_context.wait_until(lambda: next(answers), 1.0, "a stream")
 
 
 def test_host_wait_ends_at_its_limit() -> None:
     started = time.monotonic()
 
     with pytest.raises(DeviceTimeout, match="a stream is not done"):
-        driver.wait_until(lambda: False, 0.2, "a stream")
+        cuda_context.wait_until(lambda: False, 0.2, "a stream")
 
     assert time.monotonic() - started < 5

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashwarp import _native, config, endings
-from flashwarp._jit.driver import End
+from flashwarp._jit.cuda_context import End
 from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.array.failures import Failures
 from flashwarp.array.futures import Future

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, endings
-from flashwarp._jit.driver import End
+from flashwarp._jit.cuda_context import End
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.launcher import Counting, Verb
 from flashwarp.array.operands import Index, Operands

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, config
-from flashwarp._jit.driver import End
+from flashwarp._jit.cuda_context import End
 from flashwarp.array.copying import RangeCopies
 from flashwarp.array.deferral import NOT_DEFERRED, Deferral, Deferred
 from flashwarp.array.operands import Index

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, endings
-from flashwarp._jit import driver
+from flashwarp._jit import cuda_context
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.foreign import ArrayView, Stream, empty_in_library, view
 from flashwarp.device.launches import BuiltInKernels, Launch
@@ -86,7 +86,7 @@ class Event(ABC):
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> None:
         """Block until done; raises DeviceTimeout."""
-        driver.wait_until(self.done, timeout_s, "the event")
+        cuda_context.wait_until(self.done, timeout_s, "the event")
 
 
 # The device.
@@ -369,7 +369,7 @@ class Device(endings.Closing, ABC):
         block_threads: int = 256,
         stream: object = None,
         uses: Sequence[object] = (),
-        end: driver.End | None = None,
+        end: cuda_context.End | None = None,
     ) -> None:
         """Launch a kernel of a loaded program; `launch` describes the parameters.
 

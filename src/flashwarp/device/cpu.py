@@ -41,7 +41,7 @@ from flashwarp.policy import Policy
 
 if TYPE_CHECKING:
     from flashwarp._jit.compiler import Source
-    from flashwarp._jit.driver import End
+    from flashwarp._jit.cuda_context import End
     from flashwarp._jit.host_compiler import HostArtifact
 
 # Transparent huge pages come in this size.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashwarp import _native, endings
-from flashwarp._jit import driver, spelling
+from flashwarp._jit import cuda_context, driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp._waiting import saying_if_slow
 from flashwarp.device.base import TIMEOUT_S, Device, Event, quietly
@@ -188,7 +188,7 @@ class CudaDevice(Device):
     def _blocks(
         self,
         module: driver.Module,
-        kernel: driver.Kernel,
+        kernel: cuda_context.Kernel,
         warps: int | None,
         block_threads: int,
     ) -> int:
@@ -200,7 +200,7 @@ class CudaDevice(Device):
         return max(0, min(useful, resident))
 
     def _resident_blocks(
-        self, module: driver.Module, kernel: driver.Kernel, block_threads: int
+        self, module: driver.Module, kernel: cuda_context.Kernel, block_threads: int
     ) -> int:
         """Count the blocks of a kernel that the whole GPU runs at a time."""
         blocks = module.resident_blocks(kernel, block_threads)
@@ -273,7 +273,7 @@ class CudaDevice(Device):
         block_threads: int = 256,
         stream: object = None,
         uses: Sequence[object] = (),
-        end: driver.End | None = None,
+        end: cuda_context.End | None = None,
     ) -> None:
         launch = self.prepare(kernel, warps, block_threads)
         launch(arguments, self._handle(stream), uses, end)
@@ -379,7 +379,7 @@ class CudaDevice(Device):
         if self.context.stream_done(handle, poll_s=_POLL_S):
             return
         done = functools.partial(self.context.stream_done, handle)
-        driver.wait_until(done, timeout_s, f"stream {handle:#x} of {self.name}")
+        cuda_context.wait_until(done, timeout_s, f"stream {handle:#x} of {self.name}")
 
     def done(self, stream: object) -> bool:
         return self.context.stream_done(self._handle(stream))
@@ -459,7 +459,7 @@ class CudaDevice(Device):
 
 class _CudaLaunch(Launch):
     def __init__(
-        self, device: CudaDevice, kernel: driver.Kernel, blocks: int, block_threads: int
+        self, device: CudaDevice, kernel: cuda_context.Kernel, blocks: int, block_threads: int
     ) -> None:
         self._device = device
         self._context = device.context
@@ -472,7 +472,7 @@ class _CudaLaunch(Launch):
         arguments: Sequence[bytes],
         stream: int | None,
         uses: Sequence[object] = (),
-        end: driver.End | None = None,
+        end: cuda_context.End | None = None,
     ) -> None:
         self._device._check_open()
         if not self._size[1]:
@@ -498,7 +498,7 @@ class _CudaLaunch(Launch):
         arguments: tuple[bytes, ...],
         others: tuple[int, ...],
         stream: int,
-        end: driver.End,
+        end: cuda_context.End,
     ) -> bool:
         return self._context.launch_and_append(
             others, self._device._mark, self._size, arguments, stream, end

@@ -10,7 +10,7 @@ from flashwarp.policy import Policy
 
 if TYPE_CHECKING:
     from flashwarp import _native
-    from flashwarp._jit import driver
+    from flashwarp._jit import cuda_context
     from flashwarp.device.base import Device
 
 __all__ = ["BuiltInKernels", "Launch"]
@@ -35,7 +35,7 @@ class Launch(ABC):
         arguments: Sequence[bytes],
         stream: int | None,
         uses: Sequence[object] = (),
-        end: driver.End | None = None,
+        end: cuda_context.End | None = None,
     ) -> None:
         """Launch it."""
 
@@ -55,7 +55,7 @@ class Launch(ABC):
         arguments: tuple[bytes, ...],
         others: tuple[int, ...],
         stream: int,
-        end: driver.End,
+        end: cuda_context.End,
     ) -> bool:
         """Launch it on a GPU's stream after the present work of others, and mark its end.
 
