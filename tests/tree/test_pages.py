@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -80,3 +81,23 @@ def test_places_of_a_map_exist(page: str, cell: str) -> None:
 
     assert "`" in cell
     assert missing == []
+
+
+INTERFACE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+MEMBERS = re.findall(r"^\.\. autoclass:: (\S+)\n   :members: (.+)$", INTERFACE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "listed"), MEMBERS, ids=[name for name, _ in MEMBERS])
+def test_members_of_the_interface_exist(name: str, listed: str) -> None:
+    module, _, thing = name.rpartition(".")
+    if module.endswith((".torch", ".pyg", ".dcp")):
+        pytest.importorskip("torch", reason="torch is an extra")
+    if module.endswith(".pyg"):
+        pytest.importorskip("torch_geometric", reason="torch_geometric is an extra")
+    documented = getattr(importlib.import_module(module), thing)
+    annotated = {
+        each for kind in documented.__mro__ for each in vars(kind).get("__annotations__", {})
+    }
+
+    missing = {m for m in listed.split(", ") if not hasattr(documented, m)} - annotated
+    assert missing == set()
