@@ -141,7 +141,7 @@ class Config:
     """Queue pairs of a controller that serves a GPU; a CPU device gets two for each thread."""
 
     depth: int = _setting(1024, 2, 32768)
-    """Entries of a ring on the in-place path: 32 pairs hold the 94 M commands/s of one thread."""
+    """Entries of a ring on the in-place route: 32 pairs hold the 94 M commands/s of one thread."""
 
     bounce_depth: int = _setting(256, 2, 32768)
     """Entries of a ring whose slots own buffers: 32 x 256 x 4 KiB pin 32 MiB. Files that are read

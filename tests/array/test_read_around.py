@@ -40,7 +40,7 @@ def test_gathers_larger_than_the_cache_leave_no_lines(
     tmp_path: Path, row_bytes: int, threads: int
 ) -> None:
     rows = saved(tmp_path, row_bytes)
-    with opened(tmp_path, rows, device=fw.CpuDevice(threads), cache=SMALLEST) as x:
+    with opened(tmp_path, rows, device=fw.device.CpuDevice(threads), cache=SMALLEST) as x:
         count = x.cache.capacity // row_bytes + 1
         index = np.random.default_rng(0).integers(-len(rows), len(rows), count)
         for _ in range(2):
@@ -59,7 +59,7 @@ def test_gathers_that_fit_the_cache_fill_it_without_commands(
     tmp_path: Path, row_bytes: int, threads: int
 ) -> None:
     rows = saved(tmp_path, row_bytes)
-    with opened(tmp_path, rows, device=fw.CpuDevice(threads), cache="4 MiB") as x:
+    with opened(tmp_path, rows, device=fw.device.CpuDevice(threads), cache="4 MiB") as x:
         count = min(3000, x.cache.capacity // row_bytes)
         index = np.random.default_rng(0).integers(-len(rows), len(rows), count)
         np.testing.assert_array_equal(x.gather(index), rows[index])
@@ -91,7 +91,7 @@ def test_the_limit_is_the_bytes_of_the_cache(tmp_path: Path) -> None:
 
 def test_a_controller_with_commands_gets_one_for_each_line(tmp_path: Path) -> None:
     rows = saved(tmp_path, LINE)
-    with opened(tmp_path, rows, controller=fw.SoftwareController(commands=True)) as x:
+    with opened(tmp_path, rows, controller=fw.nvme.SoftwareController(commands=True)) as x:
         np.testing.assert_array_equal(x.gather(np.arange(100)), rows[:100])
 
         assert x.stats.commands == 100

@@ -197,7 +197,8 @@ def test_the_product_needs_no_measurement(module: str) -> None:
 
 
 def test_few_modules_lie_outside_of_rooms() -> None:
-    outside = [path.name for path in python_files if path.parent == PACKAGE]
+    outside = {path.stem for path in python_files if path.parent == PACKAGE}
+    outside -= {"__init__", "__main__"}
 
     assert len(outside) <= TOP_MODULES_MAX, "a room has a place for it"
 
@@ -229,7 +230,7 @@ def test_every_module_is_needed() -> None:
     dead = {
         module
         for module, path in MODULES.items()
-        if path.name != "__init__.py"
+        if path.stem not in ("__init__", "__main__")
         and module not in needed
         and module.rpartition(".")[0] not in by_name
     }
@@ -343,7 +344,20 @@ def test_import_brings_no_optional_package() -> None:
     assert optional & set(result.stdout.split()) == set()
 
 
-def test_import_leaves_for_later_what_few_programs_need() -> None:
+def test_import_leaves_everything_for_later() -> None:
+    script = (
+        "import flashwarp, sys; "
+        "ours = {name for name in sys.modules if name.startswith('flashwarp')}; "
+        "assert ours == {'flashwarp', 'flashwarp._names'}, ours; "
+        "assert 'numpy' not in sys.modules; "
+        "assert callable(flashwarp.compile) and 'load' in dir(flashwarp); "
+        "assert flashwarp.nvme.SSDModel is vars(flashwarp.nvme)['SSDModel']"
+    )
+
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_first_use_leaves_for_later_what_few_programs_need() -> None:
     later = [
         "flashwarp._jit.compiler",
         "flashwarp._jit.host_compiler",
@@ -355,13 +369,15 @@ def test_import_leaves_for_later_what_few_programs_need() -> None:
         "flashwarp.program.compiling",
     ]
     script = (
-        "import flashwarp, sys; "
-        f"assert not set({later}) & set(sys.modules), set({later}) & set(sys.modules); "
-        "assert callable(flashwarp.compile) and 'ShareTable' in dir(flashwarp); "
-        "assert flashwarp.SSDModel is vars(flashwarp)['SSDModel']"
+        "import flashwarp, sys; flashwarp.open, flashwarp.Cache; "
+        f"assert not set({later}) & set(sys.modules), set({later}) & set(sys.modules)"
     )
 
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_the_door_is_small() -> None:
+    assert len(flashwarp.__all__) == 14, "a room has a place for it"
 
 
 @pytest.mark.parametrize("name", sorted(flashwarp.__all__))
@@ -377,10 +393,15 @@ def test_public_name_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Array", "Cache", "Checkpointer", "Future", "Kernel", "Program", "ShareTable"]
+    "thing",
+    [
+        *(flashwarp.Array, flashwarp.Cache, flashwarp.Checkpointer, flashwarp.Future),
+        *(flashwarp.program.Kernel, flashwarp.program.Program, flashwarp.array.ShareTable),
+    ],
+    ids=lambda thing: thing.__name__,
 )
-def test_public_members_are_documented(name: str) -> None:
-    members = {member for member in vars(getattr(flashwarp, name)) if not member.startswith("_")}
+def test_public_members_are_documented(thing: type) -> None:
+    members = {member for member in vars(thing) if not member.startswith("_")}
     page = text_of(ROOT / "docs" / "api.md")
 
     missing = {member for member in members if not re.search(rf"\b{member}\b", page)}

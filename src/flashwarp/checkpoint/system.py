@@ -127,8 +127,8 @@ class System:
         settings = self._settings
         if settings.make_mover is not None:
             make: Callable[..., Mover] = settings.make_mover
-            return make(self.device, settings.staging_bytes, settings.timeout_s)
-        return Mover(self.device, settings.staging_bytes, settings.timeout_s)
+            return make(self.device, settings.transfer_bytes, settings.timeout_s)
+        return Mover(self.device, settings.transfer_bytes, settings.timeout_s)
 
     def _open_remote(self, remote: str | os.PathLike[str] | Catalog | None, rank: int) -> Any:
         if remote is None:

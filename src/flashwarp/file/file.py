@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, endings
+from flashwarp._names import renamed
 from flashwarp.array import opening
 from flashwarp.array.array import Array
 from flashwarp.array.futures import Future
@@ -25,12 +26,12 @@ from flashwarp.errors import (
     ArgumentError,
     BoundsError,
     ClosedError,
-    DataPathError,
     DtypeError,
     FileFormatError,
     FlashwarpError,
     ForkError,
     ReadOnlyError,
+    RouteError,
     SharedCacheError,
     StorageError,
 )
@@ -46,6 +47,7 @@ _ZEROS_BYTES = 4 << 20
 _COPY_BYTES = 16 << 20
 
 
+@renamed
 class File(KernelFile):
     r"""An open file, for kernels and for the host; made by `open` and `create`.
 
@@ -87,7 +89,7 @@ class File(KernelFile):
     _options: dict[str, Any]
     _ways: dict[str, Any]
     _key: bytes | None
-    _prefetch: int
+    _read_ahead: int
     _opened: _Opened
     _end_of: _EndOf | None
 
@@ -97,6 +99,7 @@ class File(KernelFile):
     # Opening.
 
     @classmethod
+    @renamed
     def open(
         cls,
         path: files.PathLike,
@@ -105,7 +108,7 @@ class File(KernelFile):
         device: Device | str | None = None,
         cache: opening.CacheLike = "auto",
         line: int | str | None = None,
-        prefetch: int = 8,
+        read_ahead: int = 8,
         capacity: int | str | None = None,
         shared: bool | str = False,
         o_direct: bool | None = None,
@@ -122,7 +125,7 @@ class File(KernelFile):
             Read, or read and write.
         device, cache, line, o_direct, controller, lock
             As for `flashwarp.open`.
-        prefetch : int
+        read_ahead : int
             Lines that reads by kernels start to fetch behind the ones that they need; none where
             the device reads the storage itself.
         capacity : int or str, optional
@@ -143,13 +146,14 @@ class File(KernelFile):
             For a capacity below the size, or with mode "r", or of an image.
         """
         opened = partial(
-            cls._open, path, mode, prefetch=prefetch, capacity=capacity, shared=shared, key=key,
+            cls._open, path, mode, read_ahead=read_ahead, capacity=capacity, shared=shared, key=key,
             o_direct=o_direct, lock=lock, device=device, cache=cache, line=line,
             controller=controller,
         )  # fmt: skip
         return endings.uninterrupted(opened)
 
     @classmethod
+    @renamed
     def create(
         cls,
         path: files.PathLike,
@@ -184,7 +188,7 @@ class File(KernelFile):
         overwrite : bool
             Replace an existing file.
         **options
-            As for `open`: `device`, `cache`, `line`, `prefetch`, `shared`, `o_direct`,
+            As for `open`: `device`, `cache`, `line`, `read_ahead`, `shared`, `o_direct`,
             `controller`, `lock`.
 
         Raises
@@ -225,7 +229,7 @@ class File(KernelFile):
         path: files.PathLike,
         mode: opening.Mode,
         *,
-        prefetch: int = 8,
+        read_ahead: int = 8,
         capacity: int | str | None = None,
         shared: bool | str = False,
         o_direct: bool | None = None,
@@ -246,7 +250,7 @@ class File(KernelFile):
         self._path, self._mode, self._options = name, mode, options
         direct = None if o_direct is None else flag("o_direct", o_direct)
         self._ways = {"o_direct": direct, "lock": flag("lock", lock)}
-        self._key, self._prefetch = key, integer("prefetch", prefetch, 0, LINES_AHEAD_MAX)
+        self._key, self._read_ahead = key, integer("read_ahead", read_ahead, 0, LINES_AHEAD_MAX)
         at = name if _at is None else _at
         with ExitStack() as made:
             if shared is not False:
@@ -308,7 +312,7 @@ class File(KernelFile):
 
     def _attach(self, made: ExitStack, array: Array, size: int) -> None:
         made.callback(array.close)
-        KernelFile.__init__(self, array, size=size, prefetch=self._prefetch)
+        KernelFile.__init__(self, array, size=size, read_ahead=self._read_ahead)
         made.callback(self._state.close)
 
     # Facts.
@@ -381,7 +385,7 @@ class File(KernelFile):
         return future
 
     def write_from(self, tensor: Any, offset: int) -> int:
-        """Store all bytes of a tensor from `offset` on; blocks. Durable after `sync`.
+        """Store all bytes of a tensor from `offset` on; blocks. Durable after `flush`.
 
         If they go past the end, the file then ends behind them, and what lies between is zeros.
 
@@ -503,7 +507,7 @@ class File(KernelFile):
                 self._attach_plain(made, self._path, most, reserve=False)
             self._opened = _Opened(self, made.pop_all())
 
-    def sync(self) -> None:
+    def flush(self) -> None:
         """Make all that was written durable, and of an image its size; blocks.
 
         Waits for launches and asynchronous calls so far. The size of an ordinary file is right on
@@ -520,7 +524,7 @@ class File(KernelFile):
             self.image.note_size(size)
         self.array.flush()
         if self.image is not None:
-            self.image.sync()
+            self.image.flush()
 
     def close(self) -> None:
         """Sync, give the file its size, and release everything. May be called twice.
@@ -551,7 +555,7 @@ class File(KernelFile):
         """Look for damage in header and tables of an image; syncs first. See `Gvdk.verify`."""
         image = self._image("has nothing that could be verified")
         if self.writable:
-            self.sync()
+            self.flush()
         return image.verify()
 
     @staticmethod
@@ -612,8 +616,8 @@ class File(KernelFile):
         ------
         ReadOnlyError
             If the file is open for writing: the array would not see what is written. Close it, or
-            `sync` it and open the array in another process.
-        DataPathError
+            `flush` it and open the array in another process.
+        RouteError
             If it is a sparse image, whose data is not in one piece.
         """
         self._check_open()
@@ -625,7 +629,7 @@ class File(KernelFile):
         begin = 0
         if self.image is not None:
             if self.image.data_offset is None:
-                raise DataPathError(
+                raise RouteError(
                     f"{self._path} is a sparse image, whose data is not in one piece: open the "
                     "image itself, flashwarp.open(Gvdk(path), dtype=...)"
                 )
@@ -687,7 +691,7 @@ class _Opened:
         with self._held:
             if self._writable and not self._array.closed:
                 try:
-                    self._array.synchronize()
+                    self._array.wait()
                 finally:
                     size = read_size(self.device, self._state)
                     if self._end_of is not None:

@@ -38,7 +38,7 @@ class Recorder:
         self._path = path
         self.first = self._content = path.read_bytes()
         self.events: list[Event] = []
-        write, sync = Disk.write, Disk.sync
+        write, sync = Disk.write, Disk.flush
 
         def recorded_write(disk: Disk, offset: int, data: bytes) -> None:
             self.look()

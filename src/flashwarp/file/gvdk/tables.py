@@ -64,7 +64,7 @@ class Disk:
             offset += done
             view = view[done:]
 
-    def sync(self) -> None:
+    def flush(self) -> None:
         """Make all bytes of the file durable."""
         os.fdatasync(self.fd)
 
