@@ -103,8 +103,6 @@ void bind_transfer(nb::module_& m) {
       .def_prop_ro("file_way", &Gatherer::file_way)
       .def("gather", &move_pieces<uint64_t, &Gatherer::gather>, nb::arg("buffer"), nb::arg("base"),
            nb::arg("offsets"), nb::arg("count"), nb::arg("piece_bytes"))
-      .def("scatter", &move_pieces<uint64_t, &Gatherer::scatter>, nb::arg("buffer"),
-           nb::arg("base"), nb::arg("offsets"), nb::arg("count"), nb::arg("piece_bytes"))
       .def("read", &move_pieces<int, &Gatherer::read>, nb::arg("buffer"), nb::arg("fd"),
            nb::arg("offsets"), nb::arg("count"), nb::arg("piece_bytes"))
       .def("write", &move_pieces<int, &Gatherer::write>, nb::arg("buffer"), nb::arg("fd"),

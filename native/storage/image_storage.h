@@ -1,4 +1,4 @@
-// The data of an image (docs/gvdk.md): blocks in slots of a file, and which ranges were written.
+// The data of an image (docs/files.md): blocks in slots of a file, and which ranges were written.
 //
 // It translates and allocates; the image's owner reads and writes all tables. A write first looks
 // whether its ranges are marked as written since the last sync. If not, the owner must make the

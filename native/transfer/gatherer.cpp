@@ -173,18 +173,6 @@ Gatherer::Outcome Gatherer::gather(uint64_t base, const Pieces& pieces) {
   });
 }
 
-Gatherer::Outcome Gatherer::scatter(uint64_t base, const Pieces& pieces) {
-  const uint64_t step = std::max<uint64_t>(1, kGatherStepBytes / pieces.piece_bytes);
-  return run(pieces.count, step, [=](uint64_t begin, uint64_t end) -> Outcome {
-    for (uint64_t i = begin; i < end; ++i) {
-      std::memcpy(reinterpret_cast<void*>(base + uint64_t(pieces.offsets[i])),
-                  reinterpret_cast<const void*>(pieces.buffer + i * pieces.piece_bytes),
-                  pieces.piece_bytes);
-    }
-    return {};
-  });
-}
-
 // Files.
 
 std::string Gatherer::file_way() {

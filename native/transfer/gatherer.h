@@ -53,7 +53,6 @@ class Gatherer {
 
   // The memory at `base`, such as a mapped file: its pages may have gone.
   Outcome gather(uint64_t base, const Pieces& pieces);
-  Outcome scatter(uint64_t base, const Pieces& pieces);
   // A file. With O_DIRECT, the caller sees to alignment.
   Outcome read(int fd, const Pieces& pieces);
   Outcome write(int fd, const Pieces& pieces);

@@ -589,9 +589,6 @@ class Gatherer:
     def gather(
         self, buffer: int, base: int, offsets: int, count: int, piece_bytes: int
     ) -> tuple[int, int]: ...
-    def scatter(
-        self, buffer: int, base: int, offsets: int, count: int, piece_bytes: int
-    ) -> tuple[int, int]: ...
     def read(
         self, buffer: int, fd: int, offsets: int, count: int, piece_bytes: int
     ) -> tuple[int, int]: ...

@@ -137,23 +137,6 @@ class Config:
     """Seconds after which a wait for a command fails. A drive that takes longer is broken: the NVMe
     driver of Linux gives up after 30 s too."""
 
-    queue_pairs: int = _setting(32, 1, 1024)
-    """Queue pairs of a controller that serves a GPU; a CPU device gets two for each thread."""
-
-    depth: int = _setting(1024, 2, 32768)
-    """Entries of a ring on the in-place route: 32 pairs hold the 94 M commands/s of one thread."""
-
-    bounce_depth: int = _setting(256, 2, 32768)
-    """Entries of a ring whose slots own buffers: 32 x 256 x 4 KiB pin 32 MiB. Files that are read
-    in place under a lease have such rings too, in case the lease is broken."""
-
-    bounce_bytes: int = _setting(256 << 20, 0, SIZE_MAX)
-    """Most bytes of pinned memory for the buffers of one controller; the depth shrinks to fit."""
-
-    controller_threads: int = _setting(0, 0, 256)
-    """Threads of a controller. 0: one thread if the controller moves no data, else half the cores,
-    at most 8, shared by the controllers of an array."""
-
     in_place_budget: float = _setting(0.5, 0, 1)
     """Share of the host's available memory, of the machine and of the process's control groups,
     that all files together may pin which this process has mapped in place. Beyond that, files are
@@ -175,9 +158,6 @@ class Config:
     """1: copy bytes of a file that are in the page cache from a mapping. This takes half the time
     of a system call, and needs a SIGBUS handler for the process. 0: use system calls."""
 
-    cache_share: float = _setting(0.25, 0, 1)
-    """Share of the free device memory that ``cache="auto"`` may take."""
-
     look_ahead: int = _setting(64, 0, 1 << 20)
     """Rows that a CPU thread has in flight ahead of the row that it copies, if storage is slow."""
 
@@ -192,9 +172,6 @@ class Config:
     async_calls: int = _setting(64, 1, 4096)
     """Most asynchronous calls of one array in flight; a further call waits until one has ended."""
 
-    async_streams: int = _setting(8, 1, 128)
-    """Streams of a GPU on which an array's asynchronous calls run."""
-
     drain_blocks: int = _setting(-1, -1, 255)
     """Thread blocks of a ``gather``, ``scatter`` or ``prefetch`` that wait for the storage on a
     GPU, after all blocks have served what is in the cache; two to a multiprocessor. More blocks
@@ -205,7 +182,7 @@ class Config:
     split_misses: int = _setting(0, 0, 1)
     """1: a ``gather`` or ``scatter`` submits its misses and ends, its stream waits for a word of
     the controller's, and a short kernel behind it lands the lines. No multiprocessor waits for the
-    storage. 0: warps wait. The default is 0, because 1 was slower on a GPU: `docs/streams.md` has
+    storage. 0: warps wait. The default is 0, because 1 was slower on a GPU: `docs/kernels.md` has
     the figures. Read when an array is opened; `docs/architecture.md` says where it applies."""
 
     batch_workers_low: int = _setting(0, 0, 256)
@@ -215,10 +192,6 @@ class Config:
     batch_workers_high: int = _setting(0, 0, 256)
     """Most workers of an engine of batches. 0: half of the controllers, or of the cores."""
 
-    batch_depth: int = _setting(128, 2, 32768)
-    """Entries of each worker's queue pair with each controller. 128 keep a drive of 1.5 M commands
-    per second busy that takes 80 us for each."""
-
     host_optimization: int = _setting(3, 0, 3)
     """Level at which C++ kernels and policies are compiled for the CPU device. A policy takes
     about twice as long at 3 as at 1, and that only once: compiled code is kept."""
@@ -227,10 +200,6 @@ class Config:
         for each in fields(self):
             check = integer if isinstance(each.default, int) else number
             check(each.name, getattr(self, each.name), *each.metadata["limits"])
-        for name in ("depth", "bounce_depth"):
-            value = getattr(self, name)
-            if value & (value - 1):
-                raise ArgumentError(f"{name}={value!r} is not a power of two")
 
 
 _DEFAULTS = Config()

@@ -111,6 +111,6 @@ def test_stored_and_shown_table_is_that_of_the_built_in_prices():
     table = prices.run(measured=MEASURED).settings["table"]
 
     assert json.loads((ROOT / "results" / "prices.json").read_text())["settings"]["table"] == table
-    page = (ROOT / "docs" / "ssd_model.md").read_text()
+    page = (ROOT / "docs" / "hardware.md").read_text()
     for line in table:
         assert f"| {' | '.join(line)} |".replace("|  ", "| ") in page

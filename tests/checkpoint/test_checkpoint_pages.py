@@ -50,7 +50,7 @@ def test_the_table_of_transitions_is_that_of_the_code() -> None:
 
 
 def test_the_figures_are_those_of_the_stored_records() -> None:
-    found = checkpoint_figures.BLOCK.search(PAGE.read_text())
+    found = checkpoint_figures.BLOCK.search(checkpoint_figures.PAGE.read_text())
 
     assert found is not None
     assert found[0] == checkpoint_figures.render(), "run tests/support/checkpoint_figures.py"

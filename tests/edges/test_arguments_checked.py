@@ -138,7 +138,7 @@ INTEGERS: dict[str, Callable[[Any], Any]] = {
     "capacity": lambda value: trace.min_misses(LOOP.lines, value),
     "row_bytes": lambda value: trace.trace_of_indices([1], value),
     "line_bytes": lambda value: trace.trace_of_indices([1], 8, line_bytes=value),
-    "Config.depth": lambda value: Config(depth=value),
+    "Config.look_ahead": lambda value: Config(look_ahead=value),
     "Config.async_calls": lambda value: Config(async_calls=value),
     "Config.copy_cached": lambda value: Config(copy_cached=value),
 }
@@ -244,10 +244,10 @@ def test_a_flag_of_open(path: Path, field: str) -> None:
         lambda _: model(read_iops=[(4096.7, 1e6)]),
         lambda _: model(read_iops=[(4096, "1e6")]),
         lambda _: model(read_bytes_per_s=math.nan),
-        lambda _: Config(depth=3),
+        lambda _: Config(async_calls=0),
         lambda _: Config(timeout_s=True),
-        lambda _: Config(cache_share=math.nan),
-        lambda _: Config(bounce_bytes="much"),
+        lambda _: Config(in_place_budget=math.nan),
+        lambda _: Config(review_bytes="much"),
     ],
 )
 def test_other_arguments(path: Path, make: Callable[[Path], Any]) -> None:

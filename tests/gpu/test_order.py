@@ -1,4 +1,4 @@
-"""Loads and stores of one array on many streams, in the order of the calls; see docs/order.md."""
+"""Loads and stores of one array on many streams, in the order of the calls; see docs/kernels.md."""
 
 from __future__ import annotations
 

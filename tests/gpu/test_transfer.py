@@ -10,7 +10,8 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.errors import ArgumentError, CaptureError, DeviceTimeout
-from flashwarp.transfer import CopyEngine, Direction, StagingRing, Word
+from flashwarp.transfer import CopyEngine, Direction, StagingRing
+from support.words import Word
 
 pytestmark = pytest.mark.gpu
 
@@ -82,35 +83,24 @@ def test_a_copy_sees_what_the_producing_stream_writes_last(device, engine, ring)
 def test_a_copy_returns_at_once_and_words_hold_it(device, engine, ring):
     there = torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    with Word(device) as landed:
-        buffer = ring.acquire()
-        begin = time.perf_counter()
-        engine.wait_word(landed, 1, Direction.TO_DEVICE)
-        ticket = engine.copy(there, buffer, after=())
-        assert time.perf_counter() - begin < 0.5
-        with pytest.raises(DeviceTimeout):
-            ticket.wait(0.05)
+    landed = Word(device)
+    buffer = ring.acquire()
+    begin = time.perf_counter()
+    landed.hold(engine, Direction.TO_DEVICE, 1)
+    ticket = engine.copy(there, buffer, after=())
+    assert time.perf_counter() - begin < 0.5
+    with pytest.raises(DeviceTimeout):
+        ticket.wait(0.05)
 
-        def land() -> None:
-            buffer.as_numpy()[:] = 7
-            landed.store(1)
+    def land() -> None:
+        buffer.as_numpy()[:] = 7
+        landed.store(1)
 
-        thread = threading.Thread(target=land)
-        thread.start()
-        ticket.wait(10)
-        thread.join()
+    thread = threading.Thread(target=land)
+    thread.start()
+    ticket.wait(10)
+    thread.join()
     assert bool((there == 7).all())
-
-
-def test_a_word_is_stored_after_the_copy(device, engine, ring):
-    there = torch.full((64 * MIB,), 3, dtype=torch.uint8, device="cuda")
-    here = device.allocate_host(64 * MIB)
-    with Word(device) as done:
-        engine.copy(here, there)
-        engine.write_word(done, 1, Direction.TO_HOST)
-        done.wait(1, 10)
-        assert (here.as_numpy() == 3).all()
-        engine.synchronize()
 
 
 @pytest.mark.parametrize("piece", [4096, 65536])

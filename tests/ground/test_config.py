@@ -40,17 +40,15 @@ def test_size_that_is_none(text: int | str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        # Accepted once: waits that end at once, rings of three entries, a NaN of memory.
+        # Accepted once: waits that end at once, a NaN of memory.
         ("timeout_s", "-1"),
         ("timeout_s", "nan"),
         ("timeout_s", "inf"),
-        ("depth", "3"),
-        ("bounce_depth", "65536"),
-        ("queue_pairs", "0"),
-        ("controller_threads", "-5"),
-        ("cache_share", "nan"),
+        ("in_place_budget", "nan"),
+        ("async_calls", "0"),
+        ("drain_blocks", "256"),
         ("look_ahead", "-1"),
-        ("bounce_bytes", "much"),
+        ("review_bytes", "much"),
     ],
 )
 def test_setting_that_cannot_work_names_its_variable(
@@ -65,9 +63,9 @@ def test_setting_that_cannot_work_names_its_variable(
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "2.5")
-    monkeypatch.setenv("FLASHWARP_DEPTH", "64")
+    monkeypatch.setenv("FLASHWARP_LOOK_AHEAD", "32")
 
     held = config.current()
 
-    assert (held.timeout_s, held.depth) == (2.5, 64)
-    assert held.queue_pairs == config.Config().queue_pairs
+    assert (held.timeout_s, held.look_ahead) == (2.5, 32)
+    assert held.async_calls == config.Config().async_calls

@@ -1,7 +1,7 @@
 """Device code and the controller under a seeded scheduler: every interleaving from one number.
 
 The device headers and the controller's own sources are compiled by g++ into a program in which
-lanes and controllers take turns as a seed decides; see docs/simulator.md. What is compiled is kept
+lanes and controllers take turns as a seed decides; see docs/testing.md. What is compiled is kept
 in the cache folder, under a key of everything that went into it.
 """
 
@@ -146,7 +146,7 @@ def simulate(
     width : int
         Lanes of a warp: 1, 4 or 32.
     mode : str
-        ``"sc"``, ``"weak"`` (see docs/simulator.md) or ``"any"``: the seed chooses.
+        ``"sc"``, ``"weak"`` (see docs/testing.md) or ``"any"``: the seed chooses.
     strategy : str
         ``"random"``, ``"priority"``, ``"round-robin"``, ``"rival"``, ``"exhaustive"`` or
         ``"any"``: the seed chooses among the first four.
@@ -159,7 +159,7 @@ def simulate(
     preemptions : int
         Bound of the exhaustive strategy.
     policy : str
-        The replacement policy of every cache: one of those in docs/policies.md; your own as
+        The replacement policy of every cache: one of those in docs/caches.md; your own as
         ``"FILE:TYPE"``, a C++ header and the struct in it; or ``"hostile"``, which breaks every
         rule it can.
     mutant : str

@@ -1,4 +1,4 @@
-"""Writes the figures of `docs/checkpoints.md` from the stored records of its benchmark.
+"""Writes the checkpoints' part of `docs/performance.md` from the stored records.
 
 Each part that was run again has a record of its own, whose rows take the place of older ones.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "checkpoints.md"
+PAGE = ROOT / "docs" / "performance.md"
 RECORDS = tuple(
     ROOT / "results" / f"checkpoints{part}_{machine}.json"
     for part in ("", "_others", "_irregular", "_reverse", "_sequential", "_durable", "_states")

@@ -24,9 +24,10 @@ from flashwarp.errors import (
     DeviceTimeout,
     ForkError,
 )
-from flashwarp.transfer import CopyEngine, Direction, StagingRing, Word, cuda_lane
+from flashwarp.transfer import CopyEngine, Direction, StagingRing, cuda_lane
 from support import fake_cuda
 from support.fake_cuda import ILLEGAL_ADDRESS, NOT_SUPPORTED, failing, fake
+from support.words import Word
 
 COUNTED = [
     b"cuEventCreate",
@@ -114,34 +115,15 @@ def check_an_idle_producer_costs_no_event() -> None:
         assert fake().fake_count(b"cuStreamWaitEvent") == before
 
 
-def check_words_order_streams_and_the_host() -> None:
-    device = CudaDevice(0)
-    there, here = device.allocate(64), device.allocate_host(64)
-    with CopyEngine(device) as engine, Word(device) as landed, Word(device) as copied:
-        engine.wait_word(landed, 1, Direction.TO_DEVICE)
-        ticket = engine.copy(there, here, after=())
-        engine.write_word(copied, 1, Direction.TO_DEVICE)
-        assert not ticket.done()
-        assert copied.value == 0
-
-        calls = fake().fake_count(b"cuCtxGetCurrent")
-        here.as_numpy()[:] = 8
-        landed.store(1)
-        assert fake().fake_count(b"cuCtxGetCurrent") == calls, "a store calls no driver"
-
-        ticket.wait(10)
-        assert copied.value == 1
-        assert content(device, there, 64) == bytes([8]) * 64
-
-
 def check_a_buffer_in_flight_is_not_lent() -> None:
     device = CudaDevice(0)
     there = device.allocate(4096)
     ring = StagingRing(device, 4096, 4096)
-    with CopyEngine(device) as engine, Word(device) as word:
+    word = Word(device)
+    with CopyEngine(device) as engine:
         buffer = ring.acquire(10)
         buffer.as_numpy()[:] = 5
-        engine.wait_word(word, 1, Direction.TO_DEVICE)
+        word.hold(engine, Direction.TO_DEVICE, 1)
         engine.copy(there, buffer)
         buffer.release()
         assert ring.try_acquire() is None
@@ -252,7 +234,7 @@ def check_a_fault_reaches_every_ticket() -> None:
     device = CudaDevice(0)
     there, here = device.allocate(64), device.allocate_host(64)
     engine, word = CopyEngine(device), Word(device)
-    engine.wait_word(word, 1, Direction.TO_DEVICE)
+    word.hold(engine, Direction.TO_DEVICE, 1)
     first, second = (engine.copy(there, here, after=()) for _ in range(2))
     fake().fake_fault(ILLEGAL_ADDRESS)
 
@@ -291,8 +273,9 @@ def check_copies_in_flight_are_bounded() -> None:
     cuda_lane._EVENTS_MAX, cuda_lane.TIMEOUT_S = 40, 0.05
     device = CudaDevice(0)
     there, here = device.allocate(64), device.allocate_host(64)
-    with CopyEngine(device) as engine, Word(device) as word:
-        engine.wait_word(word, 1, Direction.TO_DEVICE)
+    word = Word(device)
+    with CopyEngine(device) as engine:
+        word.hold(engine, Direction.TO_DEVICE, 1)
         while engine.in_flight < cuda_lane._EVENTS_MAX - 3:
             engine.copy(there, here, after=())
         refused = 0

@@ -22,7 +22,8 @@ from flashwarp.errors import (
     DeviceTimeout,
     ForkError,
 )
-from flashwarp.transfer import CopyEngine, Direction, StagingRing, Word
+from flashwarp.transfer import CopyEngine, Direction, StagingRing
+from support.words import Word
 
 TO_DEVICE, TO_HOST, WITHIN = Direction.TO_DEVICE, Direction.TO_HOST, Direction.WITHIN
 
@@ -40,9 +41,8 @@ def engine(device: CpuDevice) -> Iterator[CopyEngine]:
 
 
 @pytest.fixture
-def word(device: CpuDevice) -> Iterator[Word]:
-    with Word(device) as made:
-        yield made
+def word(device: CpuDevice) -> Word:
+    return Word(device)
 
 
 def some(count: int = 1000, seed: int = 0) -> np.ndarray:
@@ -79,7 +79,7 @@ def test_addresses_memory_buffers_and_bytes_are_taken(
 
 def test_copies_of_one_direction_run_in_order(engine: CopyEngine, word: Word) -> None:
     values, target = [some(1 << 14, seed) for seed in range(20)], np.zeros(1 << 14, np.int64)
-    engine.wait_word(word, 1, WITHIN)
+    word.hold(engine, WITHIN, 1)
 
     tickets = [engine.copy(target, each) for each in values]
     assert not any(ticket.done() for ticket in tickets)
@@ -93,7 +93,7 @@ def test_copies_of_one_direction_run_in_order(engine: CopyEngine, word: Word) ->
 
 def test_directions_do_not_wait_for_each_other(engine: CopyEngine, word: Word) -> None:
     source, target = some(), np.zeros(1000, np.int64)
-    engine.wait_word(word, 1, TO_HOST)
+    word.hold(engine, TO_HOST, 1)
     stuck = engine.copy(np.zeros(1000, np.int64), source, direction=TO_HOST)
 
     engine.copy(target, source, direction=TO_DEVICE).wait(10)
@@ -105,7 +105,7 @@ def test_directions_do_not_wait_for_each_other(engine: CopyEngine, word: Word) -
 
 def test_a_copy_comes_after_one_of_another_direction(engine: CopyEngine, word: Word) -> None:
     source, middle, target = some(), np.zeros(1000, np.int64), np.zeros(1000, np.int64)
-    engine.wait_word(word, 5, TO_HOST)
+    word.hold(engine, TO_HOST, 5)
     first = engine.copy(middle, source, direction=TO_HOST)
 
     second = engine.copy(target, middle, after=first, direction=TO_DEVICE)
@@ -115,26 +115,6 @@ def test_a_copy_comes_after_one_of_another_direction(engine: CopyEngine, word: W
     word.store(7)
     second.wait(10)
     np.testing.assert_array_equal(target, source)
-
-
-def test_a_word_is_stored_after_the_copies_before_it(engine: CopyEngine, word: Word) -> None:
-    source, target = some(1 << 18), np.zeros(1 << 18, np.int64)
-
-    engine.copy(target, source)
-    engine.write_word(word, 3, WITHIN)
-    word.wait(3, timeout_s=10)
-
-    np.testing.assert_array_equal(target, source)
-
-
-def test_a_word_only_grows(word: Word) -> None:
-    word.store(5)
-
-    with pytest.raises(ArgumentError, match="is 5 and cannot become 4"):
-        word.store(4)
-    with pytest.raises(DeviceTimeout, match="not yet 6"):
-        word.wait(6, timeout_s=0.01)
-    assert word.value == 5
 
 
 def test_a_batch_is_one_ticket(engine: CopyEngine) -> None:
@@ -159,7 +139,7 @@ def test_nothing_to_copy_is_done_at_once(engine: CopyEngine) -> None:
 def test_both_sides_live_until_the_copy_has_ended(engine: CopyEngine, word: Word) -> None:
     target = np.zeros(1 << 16, np.int64)
     expected = some(1 << 16)
-    engine.wait_word(word, 1, WITHIN)
+    word.hold(engine, WITHIN, 1)
 
     ticket = engine.copy(target, expected.copy())  # nobody else holds the source
     np.full(1 << 16, -1)
@@ -176,7 +156,7 @@ def test_a_released_buffer_is_not_lent_while_it_is_copied(
     with StagingRing(device, 512, 512) as ring:
         buffer = ring.acquire(10)
         buffer.as_numpy()[:] = 9
-        engine.wait_word(word, 1, TO_DEVICE)
+        word.hold(engine, TO_DEVICE, 1)
         ticket = engine.copy(target, buffer, direction=TO_DEVICE)
         buffer.release()
 
@@ -280,7 +260,7 @@ def test_a_batch_of_unequal_lists_is_refused(engine: CopyEngine) -> None:
 
 def test_close_waits_for_copies_and_says_what_it_waited_for(device: CpuDevice, word: Word) -> None:
     engine, target = CopyEngine(device), np.zeros(1000, np.int64)
-    engine.wait_word(word, 1, WITHIN)
+    word.hold(engine, WITHIN, 1)
     ticket = engine.copy(target, some())
 
     with pytest.raises(DeviceTimeout, match=r"1 within the device.*not stored"):

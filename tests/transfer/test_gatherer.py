@@ -69,17 +69,15 @@ def test_a_file_gives_the_same(piece: int, count: int, seed: int) -> None:
     np.testing.assert_array_equal(buffer, expected(source, offsets, piece))
 
 
-def test_scatter_and_write_undo_gather_and_read(gatherer: Gatherer, tmp_path: Path) -> None:
+def test_write_undoes_gather(gatherer: Gatherer, tmp_path: Path) -> None:
     source = data(4096 * 3000)
     offsets = np.random.default_rng(1).permutation(3000) * 4096
-    buffer, memory = np.zeros_like(source), np.zeros_like(source)
+    buffer = np.zeros_like(source)
 
     gatherer.gather(buffer, source, offsets, 4096)
-    gatherer.scatter(memory, buffer, offsets, 4096)
     with (tmp_path / "file").open("w+b") as file:
         gatherer.write(file.fileno(), buffer, offsets, 4096)
 
-    np.testing.assert_array_equal(memory, source)
     assert (tmp_path / "file").read_bytes() == source.tobytes()
 
 
@@ -160,8 +158,6 @@ def test_arrays_are_checked(gatherer: Gatherer) -> None:
 
     with pytest.raises(ArgumentError, match="buffer is read-only"):
         gatherer.gather(frozen, data(8), [0], 4)
-    with pytest.raises(ArgumentError, match="target is read-only"):
-        gatherer.scatter(frozen, data(8), [0], 4)
     with pytest.raises(ArgumentError, match="source is not contiguous"):
         gatherer.gather(data(8), data(16)[::2], [0], 4)
     with pytest.raises(ArgumentError, match="buffer is a list, not a numpy array"):

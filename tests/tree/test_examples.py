@@ -47,7 +47,7 @@ def test_example_runs(name: str, needs: str | None, arguments: list[str], tmp_pa
     assert not list(tmp_path.glob("tmp*")), "what it made is gone"
 
 
-@pytest.mark.parametrize("name", ["kernels.md", "backends.md"])
+@pytest.mark.parametrize("name", ["kernels.md", "architecture.md"])
 def test_first_example_of_a_page_prints_what_it_says(name: str, tmp_path: Path) -> None:
     page = (ROOT / "docs" / name).read_text()
     code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]

@@ -290,7 +290,7 @@ class Array(endings.Closing):
             overlap the memory of `idx`.
         stream : optional
             GPU only: queue the work there and return at once. Keep `idx` and `out` until it is
-            done. The stream may be in the capture of a CUDA graph, see docs/streams.md. Operands
+            done. The stream may be in the capture of a CUDA graph, see docs/kernels.md. Operands
             on the host are copied, and the call waits for that.
 
         Returns
@@ -495,7 +495,7 @@ class Array(endings.Closing):
         Notes
         -----
         A read sees the stores of all calls before it, asynchronous or not, and none of later ones;
-        reads overlap (docs/order.md). `flush`, `drop_cache` and `close` wait for all calls made
+        reads overlap (docs/kernels.md). `flush`, `drop_cache` and `close` wait for all calls made
         before. On the CPU device, calls run one after the other in the background, and the lines of
         the next calls are fetched meanwhile.
 

@@ -54,6 +54,9 @@ _log = logging.getLogger(__name__)
 # How long the worker waits for another call before it ends.
 _LINGER_S = 0.05
 
+# Streams of a GPU on which an array's asynchronous calls run.
+_STREAMS = 8
+
 # How often the worker looks for calls whose end it should wait for, too. Between, it waits in the
 # extension, without holding up threads of Python.
 _LOOK_S = 200e-6
@@ -343,7 +346,7 @@ class Calls:
         if self._launcher.on_cpu:
             self._start_worker()
         if not self._queues:
-            streams = 1 if self._launcher.on_cpu else config.current("async_streams").async_streams
+            streams = 1 if self._launcher.on_cpu else _STREAMS
             self._queues = [_Queue(self._operands.device.create_stream()) for _ in range(streams)]
             self._all += [queue.calls for queue in self._queues]
 

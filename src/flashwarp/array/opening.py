@@ -101,13 +101,13 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     o_direct : bool, optional
         Read and write past the page cache (O_DIRECT), or through it. Default: through it if the
         file fits the memory, else past it; a file that is only read may change later. See
-        docs/tuning.md. For paths; a `storage.File` has its own.
+        docs/caches.md. For paths; a `storage.File` has its own.
     strict : {"in_place", "bounce", "direct"}, optional
         Raise RouteError unless the data goes this way.
     controller : Controller, optional
         Settings of what serves the storage, usually a `SoftwareController`. The members of a
         striped or replicated storage have a controller each with these settings, or one together:
-        docs/backends.md states the rule, and `Array.explain` the outcome.
+        docs/architecture.md states the rule, and `Array.explain` the outcome.
     offset : int, optional
         Byte of each file at which raw data begins; any byte, with `dtype`. The rest of the file is
         not looked at, so data inside of other formats can be opened. Default: raw data is all of

@@ -1,4 +1,4 @@
-"""The order of stores and loads of one array on a GPU: see docs/order.md.
+"""The order of stores and loads of one array on a GPU: see docs/kernels.md.
 
 Every access of a writable array leaves a mark in its stream, and comes behind the marks of the
 accesses before that it conflicts with. `native/cuda/order.h` has the marks.

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from flashwarp.bench.checkpoints_state import (
     new_array,
     wait_until_pinned,
 )
+from flashwarp.checkpoint import system
 from flashwarp.checkpoint.capture import Bytes
 from flashwarp.checkpoint.mover import Mover, Pending, Reader, Writer
 from flashwarp.checkpoint.region import Region
@@ -296,10 +298,11 @@ def add_shots(
             "eviction": eviction,
             # An adjoint run reads each version once; what it has read need not be flushed.
             "discard_consumed": not plan.wait,
-            "make_mover": limited_mover(links) if limited else None,
         }
         place = folder / f"shot{number}"
-        made = fw.Checkpointer(place, device, *caches, config=config)
+        mover = limited_mover(links) if limited else Mover
+        with mock.patch.object(system, "Mover", mover):
+            made = fw.Checkpointer(place, device, *caches, config=config)
         try:
             wait_until_pinned(made, sum(caches))
             shot = shoot(made, device, lengths, plan)

@@ -1,7 +1,7 @@
 """Computation against communication: AGILE's section 4.2, loads that are waited for or run ahead.
 
 Each thread loads its own blocks and computes with them for a given share of the time that loading
-takes. The drive is a model, so loading takes as long as a drive would need; see docs/ssd_model.md.
+takes. The drive is a model, so loading takes as long as a drive would need; see docs/hardware.md.
 As in AGILE, the threads of one block of 1024 load together and compute together. If warps ran
 independently, some would load while others compute, and reading ahead would gain nothing.
 """

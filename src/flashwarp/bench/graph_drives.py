@@ -1,7 +1,7 @@
 """Graphs over modelled drives: BaM's Figures 7, 9 and 11.
 
 The lists lie in memory, in stripes of a line over modelled drives. Each drive has a controller that
-delays completions by the latency and the ceilings of the drive (docs/ssd_model.md). Commands,
+delays completions by the latency and the ceilings of the drive (docs/hardware.md). Commands,
 completions, cache and data are real.
 """
 

@@ -3,7 +3,7 @@
 BaM's Figure 4 (512-byte random reads and writes, one to ten drives, by the number of threads),
 AGILE's Figures 5 and 6 (4 KiB, one to three drives, by the number of requests), and in the manner
 of BaM's Figures 9 and 11 other kinds of drives and fewer queue pairs. Each drive has its own
-controller, host thread and rings. Latency and ceilings are modelled (docs/ssd_model.md); commands,
+controller, host thread and rings. Latency and ceilings are modelled (docs/hardware.md); commands,
 completions and data are real. Each figure stands beside the ceiling of the drives or of the link,
 whichever is lower; curves are in the settings. All data is checked by samples.
 """

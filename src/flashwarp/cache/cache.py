@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from flashwarp import config, endings
+from flashwarp import endings
 from flashwarp._names import renamed
 from flashwarp.cache.miss_list import allocate_misses
 from flashwarp.cache.structs import (
@@ -63,6 +63,8 @@ _TIER_LINES = 1 << 37
 _TIER_WAYS_MAX = 16
 _TIER_PLACES_MAX = (1 << 32) - 1
 _COUNTER_SHARDS = 64
+# Share of the free device memory that cache="auto" may take.
+_AUTOMATIC_SHARE = 0.25
 # Misses that the list of an asynchronous call holds: 2 MiB, of which an array may have 64.
 _LANE_MISSES_MAX = 1 << 18
 # Interval at which `withdraw` looks: visits last for microseconds, or as long as a command.
@@ -299,7 +301,7 @@ class Cache(Closing):
         Frames of a set: 4, 8 or 16.
     policy : str or Policy
         Which line is evicted: "clock", "lru", "fifo", "sieve", "s3_fifo", "random", or your own
-        `Policy`. It applies to all arrays that share the cache; docs/policies.md helps to choose.
+        `Policy`. It applies to all arrays that share the cache; docs/caches.md helps to choose.
     device : Device or str, optional
         Where its memory lies. Default: on the device of the first array that uses the cache.
     host_memory : int or str, optional
@@ -307,7 +309,7 @@ class Cache(Closing):
         Evicted clean lines go there, and come back without the storage. Arrays whose storage is
         memory already ("in_place") do not use it.
     shared : str, optional
-        A name under which processes of this user share the cache; see docs/sharing.md. If a process
+        A name under which processes of this user share the cache; see docs/caches.md. If a process
         owns a cache of this name, this one becomes its client: without a capacity it takes the
         cache as it is, and with one everything must agree. Otherwise this process becomes the
         owner, which needs a capacity in bytes.
@@ -938,6 +940,6 @@ def automatic_capacity(nbytes: int, line: int | str, device: Device) -> int:
     """Choose the size for ``cache="auto"``: the whole array, or a share of the free memory."""
     line_bytes = check_line(line)
     whole = (nbytes // line_bytes + 1) * line_bytes
-    share = int(device.memory_info().free_bytes * config.current().cache_share)
+    share = int(device.memory_info().free_bytes * _AUTOMATIC_SHARE)
     # More than the data, because the number of sets is rounded down to an odd one.
     return max(8 * line_bytes, min(whole + 8 * line_bytes, share))

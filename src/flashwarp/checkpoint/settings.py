@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +51,6 @@ class Settings:
         commit a version, or none does; see the page on checkpoints.
     votes : flashwarp.torch.StoreVotes, optional
         How these ranks agree if they share no folder. Default: by files in the folder.
-    make_mover : callable, optional
-        Makes what copies bytes; for benchmarks that limit the rates of links.
     """
 
     timeout_s: float = 120.0
@@ -68,7 +66,6 @@ class Settings:
     remote_options: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 1
     votes: Any = None
-    make_mover: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__

@@ -84,7 +84,7 @@ class System:
             self.directory = Directory(path, rank, writable=not settings.read_only)
             self._closers.append(self.directory.close)
             self.remote = self._open_remote(remote, rank)
-            self.mover = self._make_mover()
+            self.mover = Mover(self.device, settings.transfer_bytes, settings.timeout_s)
             self._closers.append(self.mover.close)
             self.core = Core(settings, self.mover)
             self.core.uploads = self.remote is not None
@@ -122,13 +122,6 @@ class System:
             writable=not settings.read_only,
         )
         return GroupCommits(self.core, self.directory, group, self.remote)
-
-    def _make_mover(self) -> Mover:
-        settings = self._settings
-        if settings.make_mover is not None:
-            make: Callable[..., Mover] = settings.make_mover
-            return make(self.device, settings.transfer_bytes, settings.timeout_s)
-        return Mover(self.device, settings.transfer_bytes, settings.timeout_s)
 
     def _open_remote(self, remote: str | os.PathLike[str] | Catalog | None, rank: int) -> Any:
         if remote is None:

@@ -20,7 +20,7 @@ _KEY = "A file that holds the image's key: 16 bytes or more, all of which count.
 
 def add_arguments(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the subcommands."""
-    create = _command(commands, "create", _create, "Make an image of zeros (docs/gvdk.md).")
+    create = _command(commands, "create", _create, "Make an image of zeros (docs/files.md).")
     create.add_argument("path", help="The image.")
     create.add_argument("size", help="Bytes up to the end of its data, as 10 GiB.")
     info = _command(commands, "info", _info, "Show what the header of an image says.")

@@ -56,7 +56,7 @@ class File(KernelFile):
     far have ended, unless they say otherwise.
 
     An ordinary file is as long as its `capacity` while it is open for writing, and has its `size`
-    again after `close`. An image (docs/gvdk.md) keeps its size in its header, so that it is right
+    again after `close`. An image (docs/files.md) keeps its size in its header, so that it is right
     after a crash, too.
 
     Attributes
@@ -132,7 +132,7 @@ class File(KernelFile):
             Bytes up to which writes and appends may go, for mode "r+". Default: the size, or the
             capacity of an image, which has its own.
         shared : bool or str
-            Share the cache with other processes that do the same (docs/sharing.md), under a name
+            Share the cache with other processes that do the same (docs/caches.md), under a name
             that follows from the path, or under this one. The first process owns it, and says by
             `cache` how large it is; the others read, and cannot pass the file to kernels.
         key : bytes, optional
@@ -179,7 +179,7 @@ class File(KernelFile):
         capacity : int or str, optional
             Bytes up to which it may grow. Default: `size`.
         format : {"plain", "gvdk"}
-            An ordinary file, or an image (docs/gvdk.md).
+            An ordinary file, or an image (docs/files.md).
         block, key : optional
             Of an image.
         preallocate : bool or str

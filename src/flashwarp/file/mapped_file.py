@@ -49,7 +49,7 @@ class MappedFile(Storage, OnDrive):
         file system's block device, which this process must be allowed to open.
     offset, nbytes : int, optional
         The part of the file to use, from a multiple of 4096 on; default the whole file. The data of
-        an image of type fixed (docs/gvdk.md) begins at its `data_offset`.
+        an image of type fixed (docs/files.md) begins at its `data_offset`.
     writable : bool
         Take writes. Then no other process can have the file open, not even for reading.
     allow_raw_writes : bool

@@ -1,5 +1,5 @@
 // The kernels of a client of a shared cache, which reads what another process, the owner, has
-// cached. See docs/sharing.md.
+// cached. See docs/caches.md.
 //
 // A client has the owner's tags and frames in memory that it cannot write, and neither volumes nor
 // queue pairs. It copies the pieces of rows that are resident, validated as every hit is, and lists

@@ -120,7 +120,7 @@ class SSDModel:
 
     @staticmethod
     def named(name: str, seed: int = 1) -> SSDModel:
-        """Return a built-in profile; `docs/ssd_model.md` says where its numbers come from."""
+        """Return a built-in profile; `docs/hardware.md` says where its numbers come from."""
         found = {known.lower(): model for known, model in _PROFILES.items()}.get(str(name).lower())
         if found is None:
             raise ArgumentError(f"there is no drive model {name!r}; known: {', '.join(_PROFILES)}")
@@ -250,7 +250,7 @@ def _blocks(block_bytes: int) -> int:
 
 
 # Ceilings in commands per second are the papers' where `source` says so; bandwidths, units and the
-# shape of latency are assumptions. docs/ssd_model.md has the table.
+# shape of latency are assumptions. docs/hardware.md has the table.
 _PROFILES = {
     model.name: model
     for model in (

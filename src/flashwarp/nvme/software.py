@@ -47,6 +47,16 @@ PAGE_BYTES = 2 << 20
 _SPIN_NS = {"cuda": 2_000_000, "cpu": 100_000}
 
 
+# Queue pairs of a controller that serves a GPU; a CPU device gets two for each core.
+_QUEUE_PAIRS = 32
+# Entries of a ring on the in-place route: 32 pairs hold the 94 M commands/s of one thread.
+_DEPTH = 1024
+# Entries of a ring whose slots own buffers: 32 x 256 x 4 KiB pin 32 MiB. Files that are read in
+# place under a lease have such rings too, in case the lease is broken.
+_BOUNCE_DEPTH = 256
+# Most bytes of pinned memory for the buffers of one controller; the depth shrinks to fit.
+_BOUNCE_BYTES = 256 << 20
+
 # Two for each stream, captured call and lane of asynchronous calls.
 _BATCHES = 256
 
@@ -63,7 +73,8 @@ class SoftwareController(Controller):
     queue_pairs, depth : int, optional
         Rings and their entries; `depth` is a power of two. Default by device and route.
     threads : int, optional
-        Serving threads; any number may serve any number of queue pairs. Default by route.
+        Serving threads; any number may serve any number of queue pairs. Default: one if they move
+        no data, else half the cores, at most 8, shared by the controllers of an array.
     route : {"in_place", "bounce", "direct"}, optional
         How data moves. "in_place": the device reads the namespace's own memory; of a file only
         under a lease, and by "bounce" from the moment at which a writer opens it. "bounce": through
@@ -81,7 +92,7 @@ class SoftwareController(Controller):
     -----
     Each array that gets these settings has queue pairs and threads of its own, which stop with the
     array. `Array.service` is what serves an array. Each member of a striped or replicated
-    storage has a controller with these settings; docs/backends.md lists the exceptions.
+    storage has a controller with these settings; docs/architecture.md lists the exceptions.
     """
 
     serves_members = True
@@ -324,10 +335,10 @@ class SoftwareService(Service):
                 file.leave_pages()
         # A file that is read in place under a lease may have to go through buffers later.
         buffered = route == "bounce" or bool(leases)
-        count, depth, threads = self._geometry(route, buffered, destination, defaults)
+        count, depth, threads = self._geometry(route, buffered, destination)
         # A launch that has all cores serves itself whenever it waits; a thread of ours would only
         # take a core from it. If threads= was given, its threads work nevertheless.
-        asked = settings.threads is not None or defaults.controller_threads != 0
+        asked = settings.threads is not None
         yields = isinstance(device, CpuDevice) and device.threads >= config.cores() and not asked
         self.threads = threads
         self._progress = (0, 0)
@@ -405,7 +416,7 @@ class SoftwareService(Service):
         return ""
 
     def _geometry(
-        self, route: str, buffered: bool, destination: Destination, defaults: config.Config
+        self, route: str, buffered: bool, destination: Destination
     ) -> tuple[int, int, int]:
         """Return how many queue pairs, entries of each, and threads."""
         count, depth = self._settings.queue_pairs, self._settings.depth
@@ -413,15 +424,13 @@ class SoftwareService(Service):
         slot_bytes = destination.line_bytes
         cores = config.cores()
         if count is None:
-            count = defaults.queue_pairs if device.kind == "cuda" else 2 * cores
+            count = _QUEUE_PAIRS if device.kind == "cuda" else 2 * cores
         if depth is None:
             fixed = route == "in_place" and not buffered
-            depth = defaults.depth if fixed else defaults.bounce_depth
-            while buffered and depth > 2 and count * depth * slot_bytes > defaults.bounce_bytes:
+            depth = _DEPTH if fixed else _BOUNCE_DEPTH
+            while buffered and depth > 2 and count * depth * slot_bytes > _BOUNCE_BYTES:
                 depth //= 2
         if threads is None:
-            threads = defaults.controller_threads
-        if not threads:
             # On the CPU device the waiting threads serve too; in place nothing is moved.
             few = route == "in_place" or device.kind == "cpu"
             # They poll: more of them than cores would wait for each other.

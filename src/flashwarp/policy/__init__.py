@@ -100,7 +100,7 @@ class Policy:
 
         Notes
         -----
-        docs/policies.md lists what the functions may use. Their numbers are unsigned and have 64
+        docs/caches.md lists what the functions may use. Their numbers are unsigned and have 64
         bits. This call reads their source; they are never called. They cannot break the cache. A
         way that does not exist reads as 0 and is not stored to, and a call whose loops make more
         than 16384 rounds is ended. `Cache.refusals` counts both.

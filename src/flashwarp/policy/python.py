@@ -1,7 +1,7 @@
 """A policy's three functions, from Python to C++: the few statements and expressions they need.
 
 The result runs on GPUs and on the CPU device like any other policy. Translated code means the same
-as in Python, with the exceptions in `docs/policies.md`: numbers are unsigned and have 64 bits.
+as in Python, with the exceptions in `docs/caches.md`: numbers are unsigned and have 64 bits.
 Everything else is refused, with its line.
 """
 

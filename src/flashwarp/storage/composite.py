@@ -167,7 +167,7 @@ class Striped(Composite):
         At least one; no storage twice. Paths are for `flashwarp.open`: files of raw data.
     stripe : int or str
         Bytes of a stripe, a multiple of 4096 up to 2 GiB. If it is also a multiple of an array's
-        lines, each member can have a controller of its own (docs/backends.md).
+        lines, each member can have a controller of its own (docs/architecture.md).
     nbytes : int, optional
         Size to use; default: as many whole stripes as all members hold, at least one.
 

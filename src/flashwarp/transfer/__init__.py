@@ -1,8 +1,8 @@
 """Bulk movement between a device, host memory and files, beside the work of kernels.
 
 `StagingRing` and `StagingPool` lend pinned buffers, `CopyEngine` copies on streams of its own,
-`Gatherer` collects scattered pieces with host threads, `Word` orders streams and host threads, and
-`LinkBandwidth` says how fast a link has been. Nothing here knows what is moved.
+`Gatherer` collects scattered pieces with host threads, and `LinkBandwidth` says how fast a link has
+been. Nothing here knows what is moved.
 """
 
 from flashwarp.transfer.bandwidth import LinkBandwidth
@@ -11,7 +11,6 @@ from flashwarp.transfer.gatherer import Gatherer
 from flashwarp.transfer.pool import StagingPool
 from flashwarp.transfer.staging import StagingBuffer, StagingRing
 from flashwarp.transfer.ticket import Direction, Ticket
-from flashwarp.transfer.word import Word
 
 __all__ = [
     "CopyEngine",
@@ -22,5 +21,4 @@ __all__ = [
     "StagingPool",
     "StagingRing",
     "Ticket",
-    "Word",
 ]

@@ -10,7 +10,6 @@ from flashwarp import _native, endings
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError, FlashwarpError
 from flashwarp.transfer.bandwidth import LinkBandwidth
 from flashwarp.transfer.ticket import After, Piece, Ticket
-from flashwarp.transfer.word import Word
 
 __all__ = ["CpuLane"]
 
@@ -30,8 +29,6 @@ class CpuLane:
         self._lock = endings.Lock()
         self._tickets: deque[Ticket] = deque()
         self._failed: list[Ticket] = []
-        # Memory of words that queued jobs use, with the number of the job: words may be closed.
-        self._words: deque[tuple[int, object]] = deque()
 
     def submit(self, ticket: Ticket, pieces: Sequence[Piece], after: After) -> None:
         try:
@@ -62,8 +59,6 @@ class CpuLane:
             self._tickets.popleft()
         if ended:
             self._copier.forget(max(ended))
-        while self._words and self._words[0][0] <= self._copier.ended:
-            self._words.popleft()
 
     def in_flight(self) -> int:
         self.sweep()
@@ -72,18 +67,6 @@ class CpuLane:
     def order_before(self, ticket: Ticket, stream: int) -> None:  # noqa: ARG002
         """Block: launches on the CPU run at once, so none could wait for the copy later."""
         ticket.wait()
-
-    def wait_word(self, word: Word, value: int) -> None:
-        try:
-            self._words.append((self._copier.wait_word(word.address, value), word.owners))
-        except RuntimeError as error:
-            raise _refusal(error) from error
-
-    def write_word(self, word: Word, value: int) -> None:
-        try:
-            self._words.append((self._copier.write_word(word.address, value), word.owners))
-        except RuntimeError as error:
-            raise _refusal(error) from error
 
     def take_failures(self) -> list[FlashwarpError]:
         failed, self._failed = self._failed, []

@@ -12,7 +12,6 @@ from flashwarp.device.base import quietly
 from flashwarp.errors import ArgumentError, DeviceError, DeviceTimeout, FlashwarpError
 from flashwarp.transfer.bandwidth import LinkBandwidth
 from flashwarp.transfer.ticket import After, Direction, Piece, Ticket
-from flashwarp.transfer.word import Word
 
 __all__ = ["CudaLane", "direction_of"]
 
@@ -39,7 +38,6 @@ class CudaLane:
         self._stream = device.create_stream()
         self._events: list[int] = []
         self._free: list[int] = []
-        self._words: deque[tuple[Ticket | None, Word]] = deque()
         # Used inside of one call of the driver only; and those of the copy that is measured.
         self._mark = self._create(timing=False)
         self._timers = [(self._create(timing=True), self._create(timing=True))]
@@ -143,12 +141,6 @@ class CudaLane:
         # Under the lock, so that the event is not another copy's yet.
         if ticket.event:
             self._context.wait_event(stream, ticket.event)
-
-    def wait_word(self, word: Word, value: int) -> None:
-        self._context.wait_word(word.address, value, self._stream.handle)
-
-    def write_word(self, word: Word, value: int) -> None:
-        self._context.write_word(word.address, value, self._stream.handle)
 
     # The end.
 

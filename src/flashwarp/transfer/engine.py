@@ -16,7 +16,6 @@ from flashwarp.transfer.cuda_lane import CudaLane, direction_of
 from flashwarp.transfer.operand import Operand, describe
 from flashwarp.transfer.staging import StagingBuffer
 from flashwarp.transfer.ticket import After, Direction, Lane, Piece, Ticket
-from flashwarp.transfer.word import Word
 
 __all__ = ["CopyEngine"]
 
@@ -48,7 +47,7 @@ class CopyEngine(endings.Closing):
     Notes
     -----
     Events are pooled: no copy creates one once a few have run. Nothing here runs in the background
-    on a GPU, so no thread of the engine calls CUDA while a stream waits for a `Word`.
+    on a GPU.
 
     Examples
     --------
@@ -204,21 +203,6 @@ class CopyEngine(endings.Closing):
         if not isinstance(self.device, CudaDevice) or not pieces:
             return Direction.WITHIN
         return direction_of(self.device, pieces)
-
-    # The order of streams and host threads.
-
-    def wait_word(self, word: Word, value: int, direction: Direction) -> None:
-        """Make later copies of one direction wait until a word is at least `value`.
-
-        Never blocks. The thread that stores the word must not call CUDA before it has.
-        """
-        self._check_usable()
-        self._lanes[direction].wait_word(word, integer("value", value, 0, _BYTES_MAX))
-
-    def write_word(self, word: Word, value: int, direction: Direction) -> None:
-        """Store a word after the present copies of one direction; never blocks."""
-        self._check_usable()
-        self._lanes[direction].write_word(word, integer("value", value, 0, _BYTES_MAX))
 
     # The end.
 

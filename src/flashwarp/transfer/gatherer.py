@@ -1,4 +1,4 @@
-"""`Gatherer`: host threads that collect scattered pieces into one buffer, or spread them again."""
+"""`Gatherer`: host threads that collect scattered pieces into one buffer."""
 
 from __future__ import annotations
 
@@ -92,19 +92,17 @@ class Gatherer(endings.Closing):
         StorageError
             A page of the mapped file is gone. The buffer's content is undefined.
         """
-        to, base, where = self._memory(buffer, source, offsets, piece_bytes, into=buffer)
+        to, where = self._buffer(buffer, offsets, piece_bytes, writable=True)
+        _check_array("source", source, writable=False)
+        last = source.nbytes - piece_bytes
+        if where.size and (where.min() < 0 or where.max() > last):
+            wrong = int(np.flatnonzero((where < 0) | (where > last))[0])
+            raise BoundsError(
+                f"piece {wrong} begins at byte {int(where[wrong])}, and the memory has "
+                f"{source.nbytes} bytes: offsets are between 0 and {last}"
+            )
+        base = source.ctypes.data
         self._check(self._native.gather(to, base, *_list(where), piece_bytes), where, None)
-
-    def scatter(
-        self, target: Bytes, buffer: Bytes, offsets: npt.ArrayLike, piece_bytes: int
-    ) -> None:
-        """Spread the pieces of `buffer` over `target`; as `gather`, the other way.
-
-        If an offset occurs more than once, any one of its pieces ends there, possibly parts of
-        several.
-        """
-        of, base, where = self._memory(buffer, target, offsets, piece_bytes, into=target)
-        self._check(self._native.scatter(of, base, *_list(where), piece_bytes), where, None)
 
     def read(self, buffer: Bytes, fd: int, offsets: npt.ArrayLike, piece_bytes: int) -> None:
         """Collect pieces of an open file into `buffer`, with many reads in flight.
@@ -129,20 +127,6 @@ class Gatherer(endings.Closing):
         self._check(self._native.write(of, _descriptor(fd), *_list(where), piece_bytes), where, fd)
 
     # Checks.
-
-    def _memory(
-        self, buffer: Bytes, other: Bytes, offsets: npt.ArrayLike, piece_bytes: int, into: Bytes
-    ) -> tuple[int, int, npt.NDArray[np.int64]]:
-        at, where = self._buffer(buffer, offsets, piece_bytes, writable=into is buffer)
-        _check_array("source" if into is buffer else "target", other, writable=into is other)
-        last = other.nbytes - piece_bytes
-        if where.size and (where.min() < 0 or where.max() > last):
-            wrong = int(np.flatnonzero((where < 0) | (where > last))[0])
-            raise BoundsError(
-                f"piece {wrong} begins at byte {int(where[wrong])}, and the memory has "
-                f"{other.nbytes} bytes: offsets are between 0 and {last}"
-            )
-        return at, other.ctypes.data, where
 
     def _buffer(
         self, buffer: Bytes, offsets: npt.ArrayLike, piece_bytes: int, *, writable: bool

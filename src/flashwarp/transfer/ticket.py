@@ -9,7 +9,6 @@ from typing import Protocol
 from flashwarp import _waiting
 from flashwarp.device import TIMEOUT_S, stream_handle
 from flashwarp.errors import DeviceTimeout, FlashwarpError
-from flashwarp.transfer.word import Word
 
 __all__ = ["After", "Direction", "Lane", "Piece", "Ticket"]
 
@@ -39,12 +38,6 @@ class Lane(Protocol):
 
     def order_before(self, ticket: Ticket, stream: int) -> None:
         """Make later work on a stream wait for a copy."""
-
-    def wait_word(self, word: Word, value: int) -> None:
-        """Make later copies wait for a word."""
-
-    def write_word(self, word: Word, value: int) -> None:
-        """Store a word after the present copies."""
 
     def take_failures(self) -> list[FlashwarpError]:
         """Return errors that nobody has seen, and forget them."""

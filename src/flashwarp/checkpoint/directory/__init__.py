@@ -1,6 +1,6 @@
 """The directory of a checkpoint: versions as files that are complete and checked, or not there.
 
-`docs/checkpoint_format.md` describes the files. A version appears by the rename of its manifest,
+`docs/formats.md` describes the files. A version appears by the rename of its manifest,
 which comes last; every chunk of data has a checksum in it.
 """
 

@@ -1,4 +1,4 @@
-"""Files with a format of their own: growth, dirty state, integrity and identity; docs/gvdk.md."""
+"""Files with a format of their own: growth, dirty state, integrity and identity; docs/files.md."""
 
 from flashwarp.file.gvdk.image import Gvdk, Recovered, is_gvdk
 from flashwarp.file.gvdk.inspecting import Report

@@ -1,4 +1,4 @@
-"""Where everything lies in a GVDK image, and its pages; docs/gvdk.md describes them for people.
+"""Where everything lies in a GVDK image, and its pages; docs/files.md describes them for people.
 
 All numbers are little endian. Header and tables are pages of 4 KiB, each with a checksum. What a
 page says of places is never trusted: places follow from few numbers of the header, which must

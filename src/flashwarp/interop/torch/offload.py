@@ -81,7 +81,7 @@ def offload(
     line : int or str, optional
         Bytes of a line. Default: the least that holds the longest row, from 512 to 4096.
     policy : str or Policy
-        Which line is evicted; see docs/policies.md.
+        Which line is evicted; see docs/caches.md.
     immutable : bool
         Your promise that nobody writes the files meanwhile, as for `flashwarp.open`.
 
