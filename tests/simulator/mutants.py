@@ -1990,4 +1990,4 @@ MUTANTS = {
         ),
     )
 }
-"""By name; `docs/testing.md` has them in a table."""
+"""By name."""
