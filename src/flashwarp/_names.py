@@ -108,9 +108,8 @@ def refuse(owner: str, name: str) -> None:
 
 
 def _refuse(owner: str, name: str, new: str) -> NoReturn:
-    from flashwarp.errors import RenamedError
-
-    raise RenamedError(f"{owner}{'()' if name.endswith('=') else ''}: {name} is now {new}")
+    error = import_module("flashwarp.errors").RenamedError  # which needs this module
+    raise error(f"{owner}{'()' if name.endswith('=') else ''}: {name} is now {new}")
 
 
 def renamed(thing: T) -> T:

@@ -123,8 +123,8 @@ class Errand(Service):
         return self.inner.queues
 
     @property
-    def path(self) -> str:
-        return self.inner.path
+    def route(self) -> str:
+        return self.inner.route
 
     @property
     def reason(self) -> str:

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "flashwarp"
 HEADERS = PACKAGE / "include" / "flashwarp"
 
 # Rooms that measure, show and test: what the product may not need.
-NO_PRODUCT = {"apps", "bench", "cli", "demo", "probe", "testing", "trace"}
+NO_PRODUCT = {"__main__", "apps", "bench", "cli", "demo", "probe", "testing", "trace"}
 
 TOP_MODULES_MAX = 10
 
