@@ -172,7 +172,7 @@ def test_array_explains_a_controller_that_it_does_not_know() -> None:
     ) as x:
         x[3] = 7
         told = x.explain()
-        assert (told.route, told.controller["engine"]) == ("bounce", "errand boys")
+        assert (told.route, told.facts["engine"]) == ("bounce", "errand boys")
         assert told.facts["storage"] == {"kind": "namespace", "nbytes": 8192, "writable": True}
         assert "errand boys" in str(told)
         assert x.service.stats == {}

@@ -27,6 +27,7 @@ from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog, RestoreInterval
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.tier import Entry, Key, Tier
+from flashwarp.checkpoint.workers import Crew
 from flashwarp.errors import CheckpointError, ClosedError, ForkError, WaitTimeout
 
 T = TypeVar("T")
@@ -59,11 +60,10 @@ class Core:
     def __init__(self, settings: Settings, mover: Mover) -> None:
         self.settings = settings
         self.mover = mover
-        lock = endings.Lock()
-        self.changed = endings.Condition(lock)
+        self.changed = endings.Condition(mover.crew.lock)
         # Each kind of background thread is woken for its own work: a wake-up of all of them takes
         # longer than most calls.
-        self._work = {role: endings.Condition(lock) for role in ROLES}
+        self._crews: dict[str, list[Crew]] = {role: [] for role in ROLES}
         self.tiers: list[Tier] = []
         self.hints = RestoreQueue(settings.hints_max, settings.passed_max)
         self.interval = RestoreInterval()
@@ -185,11 +185,17 @@ class Core:
         self.changed.notify_all()
         for role in roles or ROLES:
             if self.started or role != "prefetch" or not roles:
-                self._work[role].notify_all()
+                for crew in self._crews[role]:
+                    crew.wake()
 
-    def rest(self, role: str, seconds: float) -> None:
-        """Wait, holding the lock, until there may be work of a kind."""
-        self._work[role].wait(seconds)
+    def serve(self, role: str, crew: Crew) -> None:
+        """Let a crew be woken for work of a kind, and its errors break the checkpointer."""
+        crew.broken = self._break
+        self._crews[role].append(crew)
+
+    def _break(self, error: BaseException) -> None:
+        self.broken = self.broken or error
+        self.wake()
 
     # Versions.
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,8 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from flashwarp import endings
 from flashwarp.checkpoint.capture import Bytes
+from flashwarp.checkpoint.pieces import STORAGE_THREADS, Pieces
 from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.tier import Entry, Tier
+from flashwarp.checkpoint.workers import Crew
 from flashwarp.device import Device
 from flashwarp.errors import ClosedError
 from flashwarp.transfer import LinkBandwidth
@@ -38,16 +39,7 @@ _PIECE_BYTES = 16 << 20
 """Largest piece between two looks at whether a copy is still wanted."""
 
 _STORED_BYTES = 4 << 20
-_AT_A_TIME = 8
-"""Pieces from and to storage, and how many are read and how many written at a time: one at a time
-leaves the disk idle between two of them. Readers take larger pieces apart again."""
-
-_QUEUED_MAX = _AT_A_TIME + 2
-"""Of all versions, so that no thread waits for its next piece. What is queued is written before a
-flush can let reads go first."""
-
-_POOLED_BYTES_MIN = 1 << 20
-"""A smaller piece is moved before another thread has begun to."""
+"""Largest piece from and to storage. Readers take larger ones apart again."""
 
 _LINK_BYTES_MIN = 64 << 10
 """Smaller copies say more about the latency of a link than about its bandwidth."""
@@ -128,8 +120,8 @@ class Mover(endings.Closing):
         self.engine: CopyEngine | None = None
         self._staging: StagingRing | None = None
         self._seams: list[tuple[int, int, int]] = []
-        self._writers = _Pieces("flashwarp-checkpoint-write")
-        self._readers = _Pieces("flashwarp-checkpoint-read")
+        self.crew = Crew("storage", endings.Lock(), STORAGE_THREADS)
+        self._pieces = Pieces(self.crew)
         self._moved = endings.Lock()
         self._last_ns = dict.fromkeys(LINKS, 0)
         if device.kind == "cuda":
@@ -244,7 +236,7 @@ class Mover(endings.Closing):
             with self._on_host(part, offset, size) as view:
                 writer.write(part.region, offset, view)
 
-        done = self._writers.move(self._jobs(parts, store), wanted, ending)
+        done = self._pieces.move(self._jobs(parts, store), wanted, ending)
         if done:
             self.moved("to storage", sum(part.region.nbytes for part in parts), began_ns)
         return done
@@ -327,7 +319,7 @@ class Mover(endings.Closing):
                 for ticket in self._copies(part.address + offset, buffer, size, part.after):
                     ticket.wait(self.timeout_s)
 
-        done = self._readers.move(self._jobs(parts, load), wanted, ending)
+        done = self._pieces.move(self._jobs(parts, load), wanted, ending)
         if done:
             self.moved("from storage", sum(part.region.nbytes for part in parts), began_ns)
         return done
@@ -421,73 +413,19 @@ class Mover(endings.Closing):
                 host_view(target + offset, size)[:] = view
 
         part = _Part(region, source, False, ())
-        self._readers.move(self._jobs([part], fetch), lambda: True)
+        self._pieces.move(self._jobs([part], fetch), lambda: True)
 
     def _piece_bytes(self, on_host: bool) -> int:
         return _PIECE_BYTES if on_host or self._staging is None else self._staging.buffer_bytes
 
     def close(self) -> None:
         """Wait for copies, and free the staging memory. May be called twice."""
-        self._writers.close()
-        self._readers.close()
+        self.crew.stop()
+        self.crew.join(self.timeout_s)
         if self._staging is not None:
             self._staging.close()
         if self.engine is not None:
             self.engine.close(self.timeout_s)
-
-
-class _Pieces:
-    """Threads that move pieces of versions. Any thread may call."""
-
-    def __init__(self, name: str) -> None:
-        self._pool = endings.Pool(_AT_A_TIME, name, _QUEUED_MAX)
-
-    def move(
-        self,
-        jobs: Iterable[tuple[int, Callable[[], None]]],
-        wanted: Callable[[], bool],
-        ending: Callable[[], None] = lambda: None,
-    ) -> bool:
-        """Move pieces, each with its size; return False if they are not wanted any more.
-
-        When it returns or raises, nobody touches their memory, also if a signal ended it.
-        """
-        stopped: list[bool] = []
-
-        def goes_on() -> bool:
-            return not stopped and wanted()
-
-        move = partial(self._move, jobs, goes_on, ending)
-        return endings.aside(move, partial(stopped.append, True))
-
-    def _move(
-        self,
-        jobs: Iterable[tuple[int, Callable[[], None]]],
-        wanted: Callable[[], bool],
-        ending: Callable[[], None],
-    ) -> bool:
-        pending: deque[endings.Future[None]] = deque()
-        try:
-            for size, job in jobs:
-                if not wanted():
-                    return False
-                if size < _POOLED_BYTES_MIN:
-                    job()
-                    continue
-                while pending and pending[0].done():
-                    pending.popleft().result()
-                pending.append(self._pool.submit(job))
-            ending()
-            while pending:
-                pending.popleft().result()
-        finally:
-            for each in pending:
-                each.exception()
-        return True
-
-    def close(self) -> None:
-        """Wait for the pieces under way. May be called twice."""
-        self._pool.close()
 
 
 def _described(parts: list[_Part], filled: list[tuple[str, int]]) -> str:

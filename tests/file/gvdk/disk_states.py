@@ -51,7 +51,7 @@ class Recorder:
             self.events.append(Event(synced=True))
 
         patch.setattr(Disk, "write", recorded_write)
-        patch.setattr(Disk, "sync", recorded_sync)
+        patch.setattr(Disk, "flush", recorded_sync)
 
     def look(self) -> None:
         """Note what has changed in the file since the last look."""

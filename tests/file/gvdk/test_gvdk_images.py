@@ -370,7 +370,7 @@ def test_after_a_failed_sync_the_image_stays_at_the_last_one(
     image.flush()
     image.write(0, b"new")
     with monkeypatch.context() as patch:
-        fails_once(patch, "sync", errno.EIO, lambda call: call == 1)
+        fails_once(patch, "flush", errno.EIO, lambda call: call == 1)
         with pytest.raises(StorageError):
             image.flush()
     for act in (image.flush, lambda: image.write(50_000, b"more")):
