@@ -26,7 +26,7 @@ from flashwarp.loading.load import load
 from flashwarp.probe import disk
 from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns
-from flashwarp.transfer import CopyEngine, Direction, StagingPool
+from flashwarp.transfer import CopyEngine, Direction, TransferClient
 
 __all__ = ["run"]
 
@@ -341,8 +341,8 @@ class _Load:
         """Return what times copies of as many bytes from a few pinned buffers."""
         assert isinstance(self.device, CudaDevice)
         target = self.device.allocate(self.nbytes)
-        pool = StagingPool(self.device, 4 * _COPY_BYTES)
-        buffers = [pool.acquire(_COPY_BYTES) for _ in range(4)]
+        client = TransferClient(self.device, "the copy engine", 4 * _COPY_BYTES, _COPY_BYTES)
+        buffers = [client.take() for _ in range(4)]
         engine = CopyEngine(self.device)
 
         def measure() -> float:

@@ -265,7 +265,7 @@ def test_stripes_in_place_leave_only_the_file_that_is_written(tmp_path: Path, pa
         np.testing.assert_array_equal(x[:], whole)
         assert x.explain().route == "bounce"
         assert isinstance(x.service, GroupService)
-        assert [c.path for c in x.service.services] == ["bounce", "in_place"]
+        assert [c.route for c in x.service.services] == ["bounce", "in_place"]
 
 
 def test_writer_in_this_process_waits_for_no_one_but_the_keeper(path: Path) -> None:

@@ -1,8 +1,8 @@
 """Moves the bytes of versions: between the user's memory, cache tiers, and storage.
 
 Host memory is copied by the calling thread, GPU memory by the copy engine on its own streams.
-Memory that storage cannot read, or that the copy engine cannot reach, goes through a ring of pinned
-buffers with a fixed budget. Nothing here decides anything.
+Memory that storage cannot read, or that the copy engine cannot reach, goes through pinned buffers
+within a fixed budget. Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flashwarp import endings
@@ -27,7 +26,7 @@ from flashwarp.errors import ClosedError
 from flashwarp.transfer import LinkBandwidth
 
 if TYPE_CHECKING:
-    from flashwarp.transfer import CopyEngine, StagingBuffer, StagingRing, Ticket
+    from flashwarp.transfer import CopyEngine, Ticket, TransferBuffer, TransferClient
 
 __all__ = ["LINKS", "Mover", "Pending", "Reader", "Writer"]
 
@@ -118,18 +117,19 @@ class Mover(endings.Closing):
         self.timeout_s = timeout_s
         self.links = {name: LinkBandwidth(name) for name in LINKS}
         self.engine: CopyEngine | None = None
-        self._staging: StagingRing | None = None
-        self._seams: list[tuple[int, int, int]] = []
+        self._staging: TransferClient | None = None
         self.crew = Crew("storage", endings.Lock(), STORAGE_THREADS)
         self._pieces = Pieces(self.crew)
         self._moved = endings.Lock()
         self._last_ns = dict.fromkeys(LINKS, 0)
         if device.kind == "cuda":
-            from flashwarp.transfer import CopyEngine, Direction, StagingRing
+            from flashwarp.transfer import CopyEngine, Direction, TransferClient
 
             self.engine = CopyEngine(device)
             buffer_bytes = min(_PIECE_BYTES, staging_bytes // 2)
-            self._staging = StagingRing(device, staging_bytes, buffer_bytes)
+            self._staging = TransferClient(
+                device, "checkpoints", staging_bytes, buffer_bytes, ahead=True
+            )
             self._directions = {
                 "within": Direction.WITHIN,
                 "down": Direction.TO_HOST,
@@ -356,37 +356,12 @@ class Mover(endings.Closing):
     def _host_copy(self, target: int, source: int, nbytes: int) -> None:
         ctypes.memmove(target, source, nbytes)
 
-    def note_seams(self, address: int, nbytes: int, piece_bytes: int) -> None:
-        """Note memory that is pinned in pieces: the driver copies across no border of two."""
-        self._seams.append((address, nbytes, piece_bytes))
-
-    def _without_seams(
-        self, target: object, source: object, nbytes: int
-    ) -> Iterator[tuple[int, int]]:
-        """Cut a copy where pinned pieces meet; staging buffers are whole."""
-        cuts = {0, nbytes}
-        for side in (target, source):
-            if not isinstance(side, int):
-                continue
-            for begin, size, piece in self._seams:
-                if begin <= side < begin + size:
-                    first = piece - (side - begin) % piece
-                    cuts.update(range(first, nbytes, piece))
-        marks = sorted(cuts)
-        for offset, end in pairwise(marks):
-            yield offset, end - offset
-
     def _copies(self, target: object, source: object, nbytes: int, after: object) -> list[Ticket]:
         if not nbytes:
             return []
         if self.engine is None:
             raise ClosedError("the copy engine was closed")
-        tickets = []
-        for offset, size in self._without_seams(target, source, nbytes):
-            to = target + offset if isinstance(target, int) else target
-            from_ = source + offset if isinstance(source, int) else source
-            tickets.append(self.engine.copy(to, from_, size, after=after))
-        return tickets
+        return [self.engine.copy(target, source, nbytes, after=after)]
 
     def _host_to_tier(self, target: int, source: int, nbytes: int, on_host: bool) -> None:
         for offset, size in pieces(nbytes, self._piece_bytes(on_host)):
@@ -442,8 +417,8 @@ def _described(parts: list[_Part], filled: list[tuple[str, int]]) -> str:
 
 
 @contextlib.contextmanager
-def _lent(ring: StagingRing, timeout_s: float) -> Iterator[StagingBuffer]:
-    buffer = ring.acquire(timeout_s)
+def _lent(staging: TransferClient, timeout_s: float) -> Iterator[TransferBuffer]:
+    buffer = staging.take(timeout_s=timeout_s)
     try:
         yield buffer
     finally:

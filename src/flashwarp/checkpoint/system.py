@@ -158,7 +158,6 @@ class System:
         if host_bytes:
             host = GrowingMemory(self.device, host_bytes)
             self._closers.append(host.close)
-            self.mover.note_seams(host.address, host_bytes, host.piece_bytes)
             tier = self._tier("host", host, host_bytes, True, 0)
             core.tiers.append(tier)
             self._do("growing", "look", partial(self._next_growth, [tier], host))

@@ -37,6 +37,7 @@ from flashwarp.errors import (
     DeviceError,
     DeviceOutOfMemory,
     DeviceTimeout,
+    FlashwarpError,
 )
 
 if TYPE_CHECKING:
@@ -379,6 +380,16 @@ class CudaDevice(Device):
 
     def done(self, stream: object) -> bool:
         return self.context.stream_done(self._handle(stream))
+
+    def idle(self) -> bool:
+        libraries = (self.current_stream(each).handle for each in ("torch", "cupy"))
+        try:
+            return all(
+                self.context.capture(each) is None and self.context.stream_done(each)
+                for each in {self._stream.handle, *libraries}
+            )
+        except FlashwarpError:  # nothing runs after a fault
+            return True
 
     def alive(self) -> bool:
         try:

@@ -23,7 +23,6 @@ from flashwarp.errors import (
     ArgumentError,
     ClosedError,
     FileFormatError,
-    FlashwarpError,
     ForkError,
     ReadOnlyError,
     RouteError,
@@ -31,7 +30,7 @@ from flashwarp.errors import (
 )
 from flashwarp.file.ends import EndOf, Opened, drafted
 from flashwarp.file.gvdk import Gvdk, Recovered, Report, is_gvdk
-from flashwarp.file.gvdk.tables import Disk
+from flashwarp.file.gvdk.making import exported
 from flashwarp.file.kernel_file import LINES_AHEAD_MAX, KernelFile
 from flashwarp.file.transfers import FileBytes
 from flashwarp.nvme import Controller
@@ -442,21 +441,7 @@ class File(FileBytes):
     def export(self, path: files.PathLike, *, overwrite: bool = False) -> None:
         """Write the bytes up to the end to an ordinary file; blocks until they are durable."""
         self._check_open()
-        target = files.check_new(files.check_name(path), flag("overwrite", overwrite))
-        with files.Draft(target, overwrite, lock=True) as draft:
-            size = self.size
-            try:
-                for begin in range(0, size, _COPY_BYTES):
-                    data = self.array[begin : min(size, begin + _COPY_BYTES)]
-                    if data.any():
-                        Disk(draft.descriptor).write(begin, data.tobytes())
-                os.ftruncate(draft.descriptor, size)
-                os.fsync(draft.descriptor)
-            except OSError as error:
-                if isinstance(error, FlashwarpError):
-                    raise
-                raise files.write_error(error, target) from error
-            draft.publish()
+        exported(path, self.size, self.read, overwrite)
 
     @staticmethod
     def import_(source: files.PathLike, path: files.PathLike, **options: Any) -> None:
