@@ -16,12 +16,12 @@ from typing import Annotated, Any
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import Record
 from benchmarks.calls.base import CallsBench
 from benchmarks.calls.neighbours import Pair
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError
 from flashwarp.probe.disk import direct_reads_work
-from flashwarp.probe.report import Report
 from flashwarp.probe.timing import wall_seconds
 
 __all__ = ["run"]
@@ -40,7 +40,7 @@ def run(
     cache: Annotated[str, "Bytes of the cache."] = "256 MiB",
     runs: Annotated[int, "Calls of each kind."] = 100,
     seed: Annotated[int, "Of the random rows."] = 1,
-) -> Report:
+) -> Record:
     """Time gathers with split misses and without, alone and beside other work."""
     where = resolve(device)
     if rows < 2 * max(_COLD):
@@ -48,7 +48,7 @@ def run(
     bench = _Split(where, _ROW_BYTES, runs, np.random.default_rng(seed))
     bench.cache = cache
     settings = {"rows": rows, "cache": cache, "runs": runs}
-    bench.report = Report("Split misses", where.describe(), settings, {"rows": seed})
+    bench.report = Record("Split misses", where.describe(), settings, {"rows": seed})
     data = np.arange(rows * bench.words, dtype=np.uint32).reshape(rows, bench.words)
     path = folder / "split.bin"
     data.tofile(path)
