@@ -88,7 +88,8 @@ def compare_processes(report: Record, limits: Limits, small: Path) -> None:
         taken = held["VmRSS"] + held["pinned beside it"] - spared
         parts = ", ".join(f"{name} {nbytes / _MIB:+.1f}" for name, nbytes in held.items())
         report.row(
-            f"process {number}: limit of host memory, {done.path}", limits.host_memory / _MIB, "MiB",
+            f"process {number}: limit of host memory, {done.path}",
+            limits.host_memory / _MIB, "MiB",
             "growth of resident and pinned memory",
             max(taken, 1) / _MIB,
             target=1.0, checked=checked, note=f"growth in MiB: {parts}",
