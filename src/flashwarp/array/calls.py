@@ -171,7 +171,6 @@ class Calls:
         self._operands = operands.copying_to(self._scratch, self._side)
         # Copies of host operands that streams of the caller's use, each with what comes after.
         self._lent: deque[tuple[Event, Sequence[DeviceArray]]] = deque()
-        self._events: list[Event] = []  # that mark nothing
         self._failures = failures
         # Guards everything below, and is notified of each change.
         self._changed = endings.Condition()
@@ -205,12 +204,10 @@ class Calls:
             if not event.done():
                 self._lent.append((event, held))
                 continue
+            event.close()
             for each in held:
                 each.close()
-            self._events.append(event)
-        event = self._events.pop() if self._events else self._operands.device.event()
-        event.record(stream)
-        self._lent.append((event, copies))
+        self._lent.append((self._operands.device.mark(stream), copies))
 
     # Making calls.
 
@@ -779,8 +776,6 @@ class Calls:
             event.close()
             for each in held:
                 each.close()
-        for event in self._events:
-            event.close()
         self._scratch.close()
         self._side.close()
 

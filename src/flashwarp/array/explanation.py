@@ -14,6 +14,7 @@ from flashwarp.explanation import Explanation
 from flashwarp.storage import File
 from flashwarp.storage.composite import members_of
 from flashwarp.storage.file_access import room_for_pages
+from flashwarp.transfer import pool_of
 
 __all__ = ["explain", "html_table"]
 
@@ -37,7 +38,7 @@ def explain(attachment: Attachment, why: str) -> Explanation:
             "storage": {"closed": True} if storage.closed else storage.describe(),
             "engine": service.describe().get("engine", "stopped"),
             "cache": f"{cache}{attachment.launcher.volume.tier_note()}",
-            "device": device,
+            "device": device + pool_of(attachment.device).note("; "),
             # On a GPU, what reads ranges of rows, and how much copy engines have read.
             "ranges": "" if copies is None else copies.note(),
         },

@@ -44,6 +44,7 @@ from flashwarp.errors import (
 from flashwarp.nvme import Queues
 from flashwarp.nvme.queue_pair import ROUTES
 from flashwarp.policy import Policy, resolve_policy
+from flashwarp.transfer import pool_of
 
 if TYPE_CHECKING:
     from flashwarp.cache.shared import Client, Facts, Owner
@@ -609,7 +610,7 @@ class Cache(Closing):
         self._frames = allocate(self.capacity)
         try:
             if self.host_memory:
-                self._tier_frames = device.allocate_host(self.host_memory)
+                self._tier_frames = pool_of(device).reserve("host tiers", self.host_memory)
             epoch_bytes = _VOLUMES_MAX * EPOCH_BYTES
             head_bytes = struct_bytes + volume_bytes + epoch_bytes + _POLICY_WORDS_ALIGNMENT
             self._metadata = allocate(head_bytes + self.metadata_bytes)

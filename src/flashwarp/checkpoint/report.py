@@ -9,6 +9,7 @@ from typing import Any
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.hints import ScoreCard
 from flashwarp.explanation import Explanation
+from flashwarp.transfer import pool_of
 
 __all__ = ["CheckpointStats", "explain", "stats_of"]
 
@@ -142,6 +143,7 @@ def explain(core: Core, where: str, waiting: Sequence[str] = ()) -> Explanation:
             *(f"{entry} cannot be written: {entry.failure}" for entry in failed),
         )
     facts["waiting"] = tuple(waiting)
+    facts["pinned"] = pool_of(core.mover.device).note()
     route = " > ".join([*(tier.name for tier in core.tiers), "ssd"])
     return Explanation(route, where, facts)
 

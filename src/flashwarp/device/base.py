@@ -515,6 +515,12 @@ class Device(endings.Closing, ABC):
     def event(self) -> Event:
         """Create an event that can measure time."""
 
+    def mark(self, stream: object) -> Event:
+        """Return an event at the present end of a stream; closing it gives it back to a pool."""
+        event = self.event()
+        event.record(stream)
+        return event
+
     def wait_any(self, events: Sequence[Event], seconds: float) -> None:
         """Wait until one of these events is done, but no longer than this. Raises nothing."""
 

@@ -403,6 +403,9 @@ class CudaDevice(Device):
     def event(self) -> Event:
         return _CudaEvent(self)
 
+    def mark(self, stream: object) -> Event:
+        return _Mark(self.context, self._handle(stream))
+
     def wait_any(self, events: Sequence[Event], seconds: float) -> None:
         self.context.wait_any([event.handle for event in events], seconds)
 
@@ -508,6 +511,32 @@ class _CudaLaunch(Launch):
         return self._context.launch_among(
             others, True, self._device._mark, self._size, arguments, *self._own
         )
+
+
+class _Mark(Event):
+    """An event of the context's pool, which destroys it at the end."""
+
+    def __init__(self, context: driver.Context, stream: int) -> None:
+        self._context = context
+        self.handle = context.take_event()
+        self.record(stream)
+
+    def record(self, stream: object = None) -> None:
+        self._context.record(self.handle, stream_handle(stream))
+
+    def done(self) -> bool:
+        return self._context.event_done(self.handle)
+
+    def before(self, stream: object) -> None:
+        self._context.call("cuStreamWaitEvent", stream_handle(stream), self.handle, 0)
+
+    def elapsed_ms(self, start: Event) -> float:
+        raise ArgumentError("a mark measures no time: use Device.event")
+
+    def close(self) -> None:
+        handle, self.handle = self.handle, 0
+        if handle:
+            self._context.give_event(handle)
 
 
 class _CudaEvent(Owned, Event):

@@ -16,6 +16,7 @@ from flashwarp.device import Device
 from flashwarp.device.memory import DeviceMemory, align_up
 from flashwarp.endings import NotCopied
 from flashwarp.nvme.batches import Batches
+from flashwarp.transfer import pool_of
 
 __all__ = [
     "ROUTES",
@@ -225,7 +226,9 @@ class QueuePairs(NotCopied):
         self.depth = depth
         self.route = route
         self._buffers = (
-            device.allocate_host(count * depth * buffer_bytes, max(4096, buffer_bytes))
+            pool_of(device).reserve(
+                "slots of queue pairs", count * depth * buffer_bytes, max(4096, buffer_bytes)
+            )
             if route == "bounce" or leased
             else None
         )
