@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flashwarp._jit import driver
+from flashwarp._jit import cuda_api
 from flashwarp.errors import DeviceError
 from simulator import budget
 
@@ -25,7 +25,7 @@ for _number, _handler in (
 @functools.cache
 def _no_gpu_reason() -> str:
     try:
-        return "" if driver.device_count() > 0 else "the CUDA driver sees no GPU"
+        return "" if cuda_api.device_count() > 0 else "the CUDA driver sees no GPU"
     except DeviceError as error:
         return str(error)
 

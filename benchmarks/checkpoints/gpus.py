@@ -26,7 +26,7 @@ from benchmarks.checkpoints.disk import Disk
 from benchmarks.checkpoints.nodes import Node, simulate
 from benchmarks.checkpoints.shots import Links, Plan, shoot, sizes_of
 from benchmarks.checkpoints.state import finish, new_array, wait_until_pinned
-from flashwarp._jit import driver
+from flashwarp._jit import cuda_api
 from flashwarp.device import Device, resolve
 from flashwarp.errors import FlashwarpError, WaitTimeout
 
@@ -73,7 +73,7 @@ def add_gpus(
 
     On the CPU device all processes use it, and no link is limited.
     """
-    most = driver.device_count() if device.kind == "cuda" else max(counts)
+    most = cuda_api.device_count() if device.kind == "cuda" else max(counts)
     before = Disk(links.writes, links.reads)
     alone: dict[str, float] = {}
     for count in counts:

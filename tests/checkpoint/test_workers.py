@@ -35,7 +35,7 @@ def test_a_checkpointer_with_all_kinds_of_work_has_few_threads(
 
     names = threads_of_checkpointers()
     assert len([name for name in names if "storage" in name]) <= STORAGE_THREADS == 10
-    assert len(names) <= 17, names
+    assert len(names) <= 21, names
     faults.release()
     checkpointer.wait(name="large")
     checkpointer.wait(name="small")

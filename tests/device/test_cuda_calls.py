@@ -21,7 +21,7 @@ pytest.importorskip("cuda.bindings.driver")
 pytest.importorskip("cuda.bindings.nvrtc")
 
 import flashwarp as fw
-from flashwarp._jit import driver, precompiled
+from flashwarp._jit import cuda_context, nvrtc, precompiled
 from flashwarp._jit.compiler import Source
 from flashwarp.array.rows import RowParams
 from flashwarp.device import CudaDevice, resolve, view
@@ -157,11 +157,11 @@ def check_a_served_kernel_that_does_not_end_is_logged() -> None:
     memory = device.allocate(1000)
     device.note_served(None)
     fake().fake_hold(device.own_stream())
-    driver.SERVED_S = 0.05
+    cuda_context.SERVED_S = 0.05
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger(driver.__name__).addHandler(handler)
+    logging.getLogger(cuda_context.__name__).addHandler(handler)
 
     memory.close()
 
@@ -321,7 +321,7 @@ def check_a_kernel_is_loaded_before_its_first_launch() -> None:
 
 def check_shipped_kernels_are_loaded_together_without_a_compiler() -> None:
     precompiled.FOLDER = Path(os.environ["CUBINS"])
-    driver._nvrtc_call = None  # for good: this process runs one check
+    nvrtc._nvrtc_call = None  # for good: this process runs one check
     device = CudaDevice(0)
 
     gather = device.built_in("gather_rows")

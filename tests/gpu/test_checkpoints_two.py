@@ -15,7 +15,7 @@ import torch
 import flashwarp as fw
 from benchmarks.checkpoints import checkpoints
 from checkpoint.rank_processes import Ranks
-from flashwarp._jit import driver
+from flashwarp._jit import cuda_api
 from flashwarp.checkpoint.directory import Directory
 from flashwarp.errors import DeviceError
 from gpu.checkpoint_ranks import (
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 @pytest.fixture(autouse=True)
 def two_gpus() -> None:
     try:
-        count = driver.device_count()
+        count = cuda_api.device_count()
     except DeviceError as error:
         pytest.skip(str(error))
     if count < 2:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
-from flashwarp._jit import compiler, driver, spelling
+from flashwarp._jit import compiler, nvrtc, spelling
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key, default_directory
 from flashwarp.errors import CompileError
 from support.architectures import ARCHITECTURES
@@ -207,7 +207,7 @@ def test_one_name_for_two_headers_is_an_error(project: Path, cache: ArtifactCach
 
 
 def test_nvrtc_without_headers_compiles() -> None:
-    cubin, log = driver.nvrtc_compile(
+    cubin, log = nvrtc.compile_program(
         b'extern "C" __global__ void f() {}', "f.cu", {}, ["--gpu-architecture=sm_90"]
     )
 
@@ -232,8 +232,8 @@ def test_doorbells_of_devices_are_rung_by_mmio(arch: str) -> None:
     headers = compiler.Headers(source, [compiler.INCLUDE_DIR]).contents
     options = [f"--gpu-architecture={arch}", "--std=c++20"]
 
-    cubin, _ = driver.nvrtc_compile(source.text, source.name, headers, options)
-    ptx, _ = driver.nvrtc_compile(source.text, source.name, headers, options, "PTX")
+    cubin, _ = nvrtc.compile_program(source.text, source.name, headers, options)
+    ptx, _ = nvrtc.compile_program(source.text, source.name, headers, options, "PTX")
 
     assert cubin.startswith(b"\x7fELF")
     assert ptx.count(b"st.mmio.relaxed.sys.global.u32") == 1

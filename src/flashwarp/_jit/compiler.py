@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flashwarp._jit import driver, elf
+from flashwarp._jit import elf, nvrtc
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key
 from flashwarp._waiting import saying_if_slow
 from flashwarp.errors import CompileError
@@ -131,10 +131,10 @@ class Artifact:
 def architecture(compute_capability: tuple[int, int]) -> str:
     """Choose the best architecture for a GPU: same major version, minor not above its own."""
     major, minor = compute_capability
-    supported = driver.nvrtc_architectures()
+    supported = nvrtc.architectures()
     fitting = [arch for arch in supported if arch // 10 == major and arch % 10 <= minor]
     if not fitting:
-        version = ".".join(map(str, driver.nvrtc_version()))
+        version = ".".join(map(str, nvrtc.version()))
         known = ", ".join(f"sm_{arch}" for arch in supported)
         raise CompileError(
             f"NVRTC {version} cannot compile for compute capability {major}.{minor}, only for "
@@ -180,7 +180,7 @@ def compile_source(
 
 
 def _cubin_options(arch: str) -> tuple[str, ...]:
-    shared = driver.nvrtc_version() >= _SHARED_FUNCTIONS_SINCE
+    shared = nvrtc.version() >= _SHARED_FUNCTIONS_SINCE
     return (f"--gpu-architecture={arch}", *OPTIONS, *(_SHARED_FUNCTIONS if shared else ()))
 
 
@@ -223,7 +223,7 @@ def compile_lto(
     It holds no kernels but functions, which nvJitLink puts into kernels of other compilers. Made
     for the oldest architecture that NVRTC knows, it serves all others.
     """
-    arch = f"--gpu-architecture=compute_{driver.nvrtc_architectures()[0]}"
+    arch = f"--gpu-architecture=compute_{nvrtc.architectures()[0]}"
     how = (arch, "--std=c++20", "-dlto", "--no-source-include")
     return _compiled(source, include_dirs, how, options, "LTOIR", cache)[1].cubin
 
@@ -249,7 +249,7 @@ def _compiled(
         headers.include(name, Path.cwd())
         options = (*options, f"--pre-include={name}")
     arguments = (*how, *options)
-    key = _key(source, headers, driver.nvrtc_identity(), form, *arguments)
+    key = _key(source, headers, nvrtc.identity(), form, *arguments)
     kept = headers.known and not any(map(_READS_MORE.search, options))
 
     entry = cache.load(key) if kept else None
@@ -267,7 +267,7 @@ def _compile(
     source: Source, headers: Headers, arguments: Sequence[str], form: str
 ) -> tuple[bytes, str]:
     """Compiles. If the compiler lacks a header, which a macro names, compiles again with it."""
-    version = driver.nvrtc_version()
+    version = nvrtc.version()
     if version < _NVRTC_OLDEST:
         raise CompileError(
             f"NVRTC {version[0]}.{version[1]} is too old for kernels of flashwarp, which need "
@@ -276,7 +276,7 @@ def _compile(
     while True:
         try:
             with saying_if_slow(_log, "compiling %s for a GPU", source.name):
-                return driver.nvrtc_compile(
+                return nvrtc.compile_program(
                     source.text, source.name, headers.contents, arguments, form
                 )
         except CompileError as error:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashwarp import _native, config, endings
-from flashwarp._jit.driver import End
+from flashwarp._jit.cuda_context import End
 from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.array.failures import Failures
 from flashwarp.array.futures import Future
@@ -161,10 +161,10 @@ class Calls:
         launcher: Launcher,
         operands: Operands,
         failures: Failures,
-        tensors: _native.TensorCalls | None = None,
+        row_calls: _native.RowCalls,
     ) -> None:
         self._launcher = launcher
-        self._tensors = tensors
+        self._row_calls = row_calls
         # For preparations beside the calls. Nothing that runs for long is ever queued on it.
         self._side = operands.device.create_stream()
         self._scratch = Scratch(operands.device, self._side)
@@ -187,8 +187,7 @@ class Calls:
         # Unobserved failures: those of futures that are gone, and the futures that have one.
         self._lost: deque[BaseException] = deque()
         self._failed: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
-        if tensors is not None:
-            tensors.follow(self._all, self._lost)
+        row_calls.follow(self._all, self._lost)
 
     # Copies for calls on streams of the caller's.
 
@@ -215,8 +214,8 @@ class Calls:
         self, verb: Verb, idx: object, operand: object, stream: object, ordered: bool
     ) -> Future[Any]:
         """Start a call; see `Array.gather_async` and `Array.scatter_async`."""
-        if verb == "gather" and self._tensors is not None:
-            found: Any = self._tensors.operands(idx, operand, stream)
+        if verb == "gather":
+            found: Any = self._row_calls.operands(idx, operand, stream)
             if found is not None:
                 return self._make_short(idx, ordered, *found)
         chosen = self._operands.choose(idx)

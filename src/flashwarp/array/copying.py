@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, endings
-from flashwarp._jit.driver import End
+from flashwarp._jit.cuda_context import End
 from flashwarp.cache.cache import Volume
 from flashwarp.device import CudaDevice
 from flashwarp.nvme import Service

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from flashwarp import _native
-from flashwarp._jit.driver import CAPTURED, wait_until
+from flashwarp._jit.cuda_context import CAPTURED, wait_until
 from flashwarp.device import CudaDevice
 from flashwarp.errors import ArgumentError, CaptureError
 

@@ -16,7 +16,7 @@ from flashwarp.array.operands import Index
 from flashwarp.nvme import Service
 
 if TYPE_CHECKING:
-    from flashwarp._jit.driver import End
+    from flashwarp._jit.cuda_context import End
     from flashwarp.cache.cache import Volume
     from flashwarp.nvme.batches import Batch
 

@@ -28,7 +28,7 @@ from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog, RestoreInterval
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.tier import Entry, Key, Tier
-from flashwarp.checkpoint.workers import Crew
+from flashwarp.checkpoint.workers import Crew, Job
 from flashwarp.errors import (
     CheckpointError,
     ClosedError,
@@ -70,7 +70,7 @@ class Core:
         self.changed = endings.Condition(mover.crew.lock)
         # Each kind of background thread is woken for its own work: a wake-up of all of them takes
         # longer than most calls.
-        self._crews: dict[str, list[Crew]] = {role: [] for role in ROLES}
+        self._wakes: dict[str, list[Callable[[], None]]] = {role: [] for role in ROLES}
         self.tiers: list[Tier] = []
         self.hints = RestoreQueue(settings.hints_max, settings.passed_max)
         self.interval = RestoreInterval()
@@ -192,13 +192,15 @@ class Core:
         self.changed.notify_all()
         for role in roles or ROLES:
             if self.started or role != "prefetch" or not roles:
-                for crew in self._crews[role]:
-                    crew.wake()
+                for wake in self._wakes[role]:
+                    wake()
 
-    def serve(self, role: str, crew: Crew) -> None:
-        """Let a crew be woken for work of a kind, and its errors break the checkpointer."""
+    def serve(
+        self, role: str, crew: Crew, next_job: Callable[[], Job | None], most: int = 1
+    ) -> None:
+        """Let a crew do a kind of jobs. Its errors break the checkpointer."""
         crew.broken = self._break
-        self._crews[role].append(crew)
+        self._wakes[role].append(crew.add(next_job, most))
 
     def _break(self, error: BaseException) -> None:
         self.broken = self.broken or error

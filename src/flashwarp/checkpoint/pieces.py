@@ -31,9 +31,11 @@ _POOLED_BYTES_MIN = 1 << 20
 
 
 class _Piece:
-    def __init__(self, act: Callable[[], None]) -> None:
+    def __init__(self, act: Callable[[], None], ended: endings.Condition) -> None:
         self.act = act
-        self.ended = False
+        self.ended = ended
+        """Of all pieces of one move."""
+        self.over = False
         self.failure: BaseException | None = None
 
 
@@ -48,10 +50,10 @@ class Pieces:
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
-        self._ended = endings.Condition(crew.lock)
+        self._room = endings.Condition(crew.lock)
         self._queue: deque[_Piece] = deque()
         self._running = 0
-        crew.add(self._next, AT_A_TIME)
+        self._wake = crew.add(self._next, AT_A_TIME)
 
     def move(
         self,
@@ -79,6 +81,8 @@ class Pieces:
         ending: Callable[[], None],
     ) -> bool:
         mine: deque[_Piece] = deque()
+        ended = endings.Condition(self._crew.lock)
+        last: _Piece | None = None
         try:
             for size, act in jobs:
                 if not wanted():
@@ -87,20 +91,33 @@ class Pieces:
                     act()
                     continue
                 _raise_failed(mine)
-                mine.append(_Piece(act))
-                self._help(mine, partial(self._enter, mine[-1]))
+                if last is not None:
+                    self._help(mine, partial(self._enter, last), self._room)
+                    mine.append(last)
+                last = _Piece(act, ended)
+            if last is not None:
+                # Its caller moves it, so nobody is woken for it.
+                self._help(mine, partial(self._enter, last, wakes=False), self._room)
+                mine.append(last)
             ending()
-            self._help(mine, lambda: all(each.ended for each in mine))
+            self._end(mine, ended)
             _raise_failed(mine)
         finally:
-            with self._crew.lock:
-                for each in [each for each in mine if each in self._queue]:
-                    self._queue.remove(each)
-                    each.ended = True
-            self._help(mine, lambda: all(each.ended for each in mine))
+            if mine:
+                with self._crew.lock:
+                    for each in [each for each in mine if each in self._queue]:
+                        self._queue.remove(each)
+                        each.over = True
+                self._end(mine, ended)
         return True
 
-    def _help(self, mine: deque[_Piece], done: Callable[[], bool]) -> None:
+    def _end(self, mine: deque[_Piece], ended: endings.Condition) -> None:
+        if mine:
+            self._help(mine, lambda: all(each.over for each in mine), ended)
+
+    def _help(
+        self, mine: deque[_Piece], done: Callable[[], bool], changed: endings.Condition
+    ) -> None:
         """Move pieces of one's own until `done`, which is asked under the lock.
 
         Without a limit: pieces that others move have those of their transfers.
@@ -109,18 +126,21 @@ class Pieces:
             with self._crew.lock:
                 if done():
                     return
+                # While more are to come, other threads move them: they would empty the queue before
+                # this one has moved a piece.
                 own = next((each for each in self._queue if each in mine), None)
-                job = self._begin(own)
+                job = self._begin(own) if changed is not self._room or self._crew.busy else None
                 if job is None:
-                    self._ended.wait(STEP_MAX_S)
+                    changed.wait(STEP_MAX_S)
             if job is not None:
                 job()
 
-    def _enter(self, piece: _Piece) -> bool:
+    def _enter(self, piece: _Piece, *, wakes: bool = True) -> bool:
         if len(self._queue) + self._running >= QUEUED_MAX:
             return False
         self._queue.append(piece)
-        self._crew.wake()
+        if wakes:
+            self._wake()
         return True
 
     def _next(self) -> Callable[[], None] | None:
@@ -140,15 +160,16 @@ class Pieces:
             piece.failure = error
         with self._crew.lock:
             self._running -= 1
-            piece.ended = True
-            self._ended.notify_all()
+            piece.over = True
+            piece.ended.notify()
+            self._room.notify()
             if self._queue:
-                self._crew.wake()
+                self._wake()
 
 
 def _raise_failed(mine: deque[_Piece]) -> None:
-    """Forget pieces that have ended; raise what the first of them has failed with."""
-    while mine and mine[0].ended:
+    """Forget pieces that are over; raise what the first of them has failed with."""
+    while mine and mine[0].over:
         failure = mine.popleft().failure
         if failure is not None:
             raise failure

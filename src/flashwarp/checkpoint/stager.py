@@ -45,8 +45,7 @@ class Stager:
         self._under_way = 0
         self._errors: list[BaseException] = []
         self._crew = Crew("staging", core.mover.crew.lock)
-        core.serve("stage", self._crew)
-        self._crew.add(self._next_job)
+        core.serve("stage", self._crew, self._next_job)
 
     def stage(self, entry: Entry, sources: list[Bytes], *, overlap: bool) -> None:
         """Bring a version into a cache, or into storage; with `overlap`, return before."""

@@ -21,7 +21,7 @@ from flashwarp.checkpoint.ranks import Group, GroupCommits
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.storing import Removal, Storing
 from flashwarp.checkpoint.tier import Entry, Key, Tier
-from flashwarp.checkpoint.workers import Crew
+from flashwarp.checkpoint.workers import Crew, Job
 from flashwarp.device import Device
 from flashwarp.device.memory import DeviceMemory
 from flashwarp.errors import (
@@ -87,8 +87,6 @@ class System:
             self.mover = Mover(self.device, settings.transfer_bytes, settings.timeout_s)
             self._closers.append(self.mover.close)
             self.core = Core(settings, self.mover)
-            for role in ("flush", "prefetch"):
-                self.core.serve(role, self.mover.crew)
             self._crews.append(self.mover.crew)
             self.core.uploads = self.remote is not None
             self.commits = self._join(rank)
@@ -221,8 +219,8 @@ class System:
             if below is None:
                 # Of two prefetches, one begins while the last pieces of the other are read.
                 for each in (prefetch(), prefetch()):
-                    core.mover.crew.add(each.next_job)
-                core.mover.crew.add(flusher.next_job, FLUSHES_MAX)
+                    core.serve("prefetch", core.mover.crew, each.next_job)
+                core.serve("flush", core.mover.crew, flusher.next_job, FLUSHES_MAX)
             else:
                 below.above = tier
                 self._do(f"flush-{tier.name}", "flush", flusher.next_job)
@@ -237,14 +235,11 @@ class System:
             uploader = Uploader(core, self.directory, self.remote)
             self._do("upload", "flush", uploader.next_job)
 
-    def _do(
-        self, crew: Crew | str, role: str, next_job: Callable[[], Callable[[], None] | None]
-    ) -> None:
+    def _do(self, crew: Crew | str, role: str, next_job: Callable[[], Job | None]) -> None:
         """Start a thread, by its name, or a crew, for one kind of jobs."""
         found = Crew(crew, self.mover.crew.lock) if isinstance(crew, str) else crew
         self._crews.append(found)
-        self.core.serve(role, found)
-        found.add(next_job)
+        self.core.serve(role, found, next_job)
 
     def _warn_of_leftovers(self) -> None:
         for name, version in self.core.leftovers:

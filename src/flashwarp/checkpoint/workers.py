@@ -11,11 +11,12 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from flashwarp import endings
 from flashwarp._waiting import STEP_MAX_S
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "Job"]
 
 _log = logging.getLogger(__name__)
 
@@ -60,22 +61,28 @@ class Crew:
         self._stop = False
         self._threads: list[threading.Thread] = []
 
-    def add(self, next_job: Callable[[], Job | None], most: int = 1) -> None:
+    def add(self, next_job: Callable[[], Job | None], most: int = 1) -> Callable[[], None]:
         """Add a kind of jobs, after those that go first.
 
-        `next_job` returns a job or None, under the lock. Most jobs come with a `wake`; some, such
-        as retries, with time.
+        `next_job` returns a job or None, under the lock. Most jobs come with a call of what this
+        returns, under the lock, too; some, such as retries, with time.
         """
+        kind = _Kind(next_job, most)
         with self.lock:
-            self._kinds.append(_Kind(next_job, most))
-            self.wake()
+            self._kinds.append(kind)
+            if not self._threads and not self._stop:
+                self._start()
+        return partial(self._wake, kind)
 
-    def wake(self) -> None:
-        """Let one thread look for a job; called under the lock. Who finds one wakes the next."""
-        if self._idle:
+    def _wake(self, kind: _Kind) -> None:
+        """Let one thread look for a job of a kind. Who finds one wakes the next."""
+        if self._idle and kind.running < kind.most:
             self._work.notify()
-        elif not self._threads and not self._stop:
-            self._start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether no thread has time for another job, or can be started."""
+        return not self._idle
 
     def stop(self) -> None:
         """End the threads after their present jobs; returns at once."""
@@ -129,7 +136,7 @@ class Crew:
                 kind.running += 1
                 if not self._idle and len(self._threads) < self._most:
                     self._start()
-                self.wake()
+                self._wake(kind)
                 return kind, job
             self.rest(STEP_MAX_S)
         return None

@@ -32,7 +32,7 @@ import numpy as np
 
 import flashwarp
 from flashwarp import config
-from flashwarp._jit import driver
+from flashwarp._jit import cuda_api, nvrtc
 from flashwarp._jit.artifact_cache import ArtifactCache
 from flashwarp.cli.doctor_nvme import Machine
 from flashwarp.cli.finding import Finding, State
@@ -227,10 +227,10 @@ def _check_packages() -> Finding:
 
 def _check_gpu(directory: Path) -> Finding:
     try:
-        count = driver.device_count()
+        count = cuda_api.device_count()
         if count == 0:
             return Finding("missing", "the driver reports no GPU; is CUDA_VISIBLE_DEVICES set?")
-        major, minor = driver.driver_version()
+        major, minor = cuda_api.driver_version()
         with CudaDevice(0) as device:
             memory = device.memory_info()
             detail = (
@@ -258,8 +258,8 @@ def _check_gpu(directory: Path) -> Finding:
 
 def _check_nvrtc() -> Finding:
     try:
-        major, minor = driver.nvrtc_version()
-        architectures = driver.nvrtc_architectures()
+        major, minor = nvrtc.version()
+        architectures = nvrtc.architectures()
     except FlashwarpError as error:
         return Finding(
             "missing", str(error), "needed only for a GPU: pip install 'flashwarp[cuda]'"
@@ -280,7 +280,7 @@ def _check_compiled_code() -> Finding:
 
 def _has_gpu() -> bool:
     try:
-        return driver.device_count() > 0
+        return cuda_api.device_count() > 0
     except FlashwarpError:
         return False
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from flashwarp import _native
-from flashwarp._jit import driver
+from flashwarp._jit import cuda_api
 from flashwarp.cli.finding import Finding, State
 from flashwarp.device import CudaDevice
 from flashwarp.device.memory import align_up
@@ -359,7 +359,7 @@ class Machine:
 def _look_at_gpu() -> GpuFacts:
     """Try what can be tried with a GPU and no drive."""
     try:
-        if driver.device_count() == 0:
+        if cuda_api.device_count() == 0:
             return GpuFacts(error="no GPU")
         with CudaDevice(0) as device:
             context = device.context

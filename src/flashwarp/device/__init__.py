@@ -12,11 +12,12 @@ import os
 from functools import partial
 
 from flashwarp import endings
-from flashwarp._jit import driver
-from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch
+from flashwarp._jit import cuda_api
+from flashwarp.device.base import TIMEOUT_S, Device, Event
 from flashwarp.device.cpu import CpuDevice
 from flashwarp.device.cuda import CudaDevice
 from flashwarp.device.foreign import ArrayView, Stream, stream_handle, view
+from flashwarp.device.launches import Launch
 from flashwarp.device.memory import DeviceArray, DeviceMemory, MemoryInfo, OwnedStream, Registration
 from flashwarp.errors import ArgumentError, DeviceError
 
@@ -75,7 +76,7 @@ def find(kind: str, identity: str) -> Device:
     """Return the device that has this `Device.identity`; raises DeviceError if there is none."""
     if kind == "cpu":
         return _open("cpu")
-    uuids = driver.device_uuids()
+    uuids = cuda_api.device_uuids()
     if identity not in uuids:
         raise DeviceError(
             f"this process sees no GPU {identity}, only {', '.join(uuids) or 'none'}: let "

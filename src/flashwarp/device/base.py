@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, endings
-from flashwarp._jit import driver
+from flashwarp._jit import cuda_context
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp._names import renamed
 from flashwarp.device.foreign import ArrayView, Stream, empty_in_library, view
+from flashwarp.device.launches import BuiltInKernels, Launch
 from flashwarp.device.memory import (
     DeviceArray,
     DeviceMemory,
@@ -44,52 +45,6 @@ if TYPE_CHECKING:
     from flashwarp._jit.compiler import Source
 
 _log = logging.getLogger(__name__)
-
-
-class Launch(ABC):
-    """A prepared launch; see `Device.prepare`."""
-
-    @abstractmethod
-    def __call__(
-        self,
-        arguments: Sequence[bytes],
-        stream: int | None,
-        uses: Sequence[object] = (),
-        end: driver.End | None = None,
-    ) -> None:
-        """Launch it."""
-
-    def after_own(self, arguments: tuple[bytes, ...], stream: int) -> bool:
-        """Launch it on a GPU's stream, after what the library's own stream has queued.
-
-        Returns False, and does nothing, if the stream is being captured.
-        """
-        raise NotImplementedError
-
-    def refuse(self, result: int, stream: int) -> None:
-        """Raise why the driver has refused it on a GPU's stream."""
-        raise NotImplementedError
-
-    def append_after(
-        self,
-        arguments: tuple[bytes, ...],
-        others: tuple[int, ...],
-        stream: int,
-        end: driver.End,
-    ) -> bool:
-        """Launch it on a GPU's stream after the present work of others, and mark its end.
-
-        Returns False, and does nothing, if one of these streams is being captured. If an error is
-        raised and `end` has its entry, the launch runs, and its end is not marked.
-        """
-        raise NotImplementedError
-
-    def among(self, arguments: tuple[bytes, ...], others: tuple[int, ...]) -> bool:
-        """Launch it on a GPU's own stream, between the present and the later work of others.
-
-        Returns False, and does nothing, if one of these streams is being captured.
-        """
-        raise NotImplementedError
 
 
 TIMEOUT_S = 60.0
@@ -133,7 +88,7 @@ class Event(ABC):
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> None:
         """Block until done; raises DeviceTimeout."""
-        driver.wait_until(self.done, timeout_s, "the event")
+        cuda_context.wait_until(self.done, timeout_s, "the event")
 
 
 # The device.
@@ -167,6 +122,10 @@ class Device(endings.Closing, ABC):
         self._closed = False
         self._built_in: dict[Policy, dict[str, LoadedKernel]] = {}
         self._programs: dict[str, LoadedProgram] = {}
+        # Launches know their device, so it must not keep them.
+        self._kernels: weakref.WeakValueDictionary[Policy, BuiltInKernels] = (
+            weakref.WeakValueDictionary()
+        )
         # By process, for `transfer.pool_of`.
         self.pools: dict[int, Any] = {}
         # Caches, which the device closes after its arrays.
@@ -350,6 +309,13 @@ class Device(endings.Closing, ABC):
             )
         return found
 
+    def kernels_for(self, policy: Policy) -> BuiltInKernels:
+        """Return the launches of built-in kernels that all callers with such caches share."""
+        found = self._kernels.get(policy)
+        if found is None:
+            found = self._kernels[policy] = BuiltInKernels(self, policy)
+        return found
+
     def _find_built_in(self, name: str, policy: Policy) -> LoadedKernel:
         kernels = self._built_in.setdefault(policy, {})
         if f"fw_{name}" not in kernels:
@@ -406,7 +372,7 @@ class Device(endings.Closing, ABC):
         block_threads: int = 256,
         stream: object = None,
         uses: Sequence[object] = (),
-        end: driver.End | None = None,
+        end: cuda_context.End | None = None,
     ) -> None:
         """Launch a kernel of a loaded program; `launch` describes the parameters.
 

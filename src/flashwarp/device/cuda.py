@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashwarp import _native, endings
-from flashwarp._jit import driver, spelling
+from flashwarp._jit import cuda_context, driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp._waiting import saying_if_slow
-from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch, quietly
+from flashwarp.device.base import TIMEOUT_S, Device, Event, quietly
 from flashwarp.device.foreign import ArrayView, Stream, stream_handle
+from flashwarp.device.launches import Launch
 from flashwarp.device.memory import (
     DeviceMemory,
     Exported,
@@ -187,7 +188,7 @@ class CudaDevice(Device):
     def _blocks(
         self,
         module: driver.Module,
-        kernel: driver.Kernel,
+        kernel: cuda_context.Kernel,
         warps: int | None,
         block_threads: int,
     ) -> int:
@@ -199,7 +200,7 @@ class CudaDevice(Device):
         return max(0, min(useful, resident))
 
     def _resident_blocks(
-        self, module: driver.Module, kernel: driver.Kernel, block_threads: int
+        self, module: driver.Module, kernel: cuda_context.Kernel, block_threads: int
     ) -> int:
         """Count the blocks of a kernel that the whole GPU runs at a time."""
         blocks = module.resident_blocks(kernel, block_threads)
@@ -272,7 +273,7 @@ class CudaDevice(Device):
         block_threads: int = 256,
         stream: object = None,
         uses: Sequence[object] = (),
-        end: driver.End | None = None,
+        end: cuda_context.End | None = None,
     ) -> None:
         launch = self.prepare(kernel, warps, block_threads)
         launch(arguments, self._handle(stream), uses, end)
@@ -297,7 +298,7 @@ class CudaDevice(Device):
         handle = self._stream.handle if stream is None else stream
         self.context.wait_for_word(address, handle)
 
-    @property
+    @functools.cached_property
     def launching(self) -> _native.Launching:
         """What the extension launches with."""
         own, mark = self._stream.handle, self._mark
@@ -378,7 +379,7 @@ class CudaDevice(Device):
         if self.context.stream_done(handle, poll_s=_POLL_S):
             return
         done = functools.partial(self.context.stream_done, handle)
-        driver.wait_until(done, timeout_s, f"stream {handle:#x} of {self.name}")
+        cuda_context.wait_until(done, timeout_s, f"stream {handle:#x} of {self.name}")
 
     def done(self, stream: object) -> bool:
         return self.context.stream_done(self._handle(stream))
@@ -434,6 +435,7 @@ class CudaDevice(Device):
         with self._lock:
             if self._closed:
                 return
+            self.launching.closed = True
             super()._release()
             if self.context.usable:
                 self._close_context()
@@ -456,16 +458,13 @@ class CudaDevice(Device):
 
 
 class _CudaLaunch(Launch):
-    # For the extension: the kernel, and its blocks and their threads.
-    size: tuple[int, int, int]
-
     def __init__(
-        self, device: CudaDevice, kernel: driver.Kernel, blocks: int, block_threads: int
+        self, device: CudaDevice, kernel: cuda_context.Kernel, blocks: int, block_threads: int
     ) -> None:
         self._device = device
         self._context = device.context
         self._size = kernel, blocks, block_threads
-        self.size = kernel.handle, blocks, block_threads
+        self.plan = _native.Plan.on_gpu(kernel.handle, blocks, block_threads)
         self._own = (device._stream.handle,)
 
     def __call__(
@@ -473,7 +472,7 @@ class _CudaLaunch(Launch):
         arguments: Sequence[bytes],
         stream: int | None,
         uses: Sequence[object] = (),
-        end: driver.End | None = None,
+        end: cuda_context.End | None = None,
     ) -> None:
         self._device._check_open()
         if not self._size[1]:
@@ -499,7 +498,7 @@ class _CudaLaunch(Launch):
         arguments: tuple[bytes, ...],
         others: tuple[int, ...],
         stream: int,
-        end: driver.End,
+        end: cuda_context.End,
     ) -> bool:
         return self._context.launch_and_append(
             others, self._device._mark, self._size, arguments, stream, end

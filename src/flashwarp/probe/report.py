@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from flashwarp import config
-from flashwarp._jit import driver
+from flashwarp._jit import cuda_api
 from flashwarp.errors import FlashwarpError
 from flashwarp.probe.text import aligned
 
@@ -227,7 +227,7 @@ def _versions() -> dict[str, str | None]:
         # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1 ...": the first word with a point.
         versions["driver"] = next((w for w in _DRIVER.read_text().split() if "." in w), None)
     with contextlib.suppress(FlashwarpError):  # no GPU
-        versions["cuda"] = "{}.{}".format(*driver.driver_version())
+        versions["cuda"] = "{}.{}".format(*cuda_api.driver_version())
     return versions
 
 

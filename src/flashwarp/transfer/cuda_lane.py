@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from flashwarp import _waiting, endings
-from flashwarp._jit.driver import End, Memory
+from flashwarp._jit.cuda_context import End, Memory
 from flashwarp.device import TIMEOUT_S, CudaDevice
 from flashwarp.device.base import quietly
 from flashwarp.errors import ArgumentError, DeviceError, DeviceTimeout, FlashwarpError
