@@ -105,8 +105,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cells", type=int, default=100, help="of each side of the square")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--gpu-cache", default="2 MiB")
-    parser.add_argument("--host-cache", default="8 MiB")
+    parser.add_argument("--gpu-memory", default="2 MiB")
+    parser.add_argument("--host-memory", default="8 MiB")
     arguments = parser.parse_args()
 
     shape = (arguments.cells, arguments.cells)
@@ -119,7 +119,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         fw.Checkpointer(
-            folder, arguments.device, arguments.gpu_cache, arguments.host_cache
+            folder, arguments.device, arguments.gpu_memory, arguments.host_memory
         ) as checkpointer,
     ):
         began = time.perf_counter()
@@ -134,7 +134,7 @@ def main() -> None:
     states = arguments.steps * 2 * 8 * shape[0] * shape[1]
     print(
         f"{arguments.device}: {arguments.steps} states, {states / 1e6:.0f} MB, through caches of "
-        f"{arguments.gpu_cache} and {arguments.host_cache} in {seconds:.2f} s"
+        f"{arguments.gpu_memory} and {arguments.host_memory} in {seconds:.2f} s"
     )
     print(f"the gradient differs from autograd's by {difference:.1e} of its largest value")
     print(

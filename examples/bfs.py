@@ -47,7 +47,7 @@ def search(graph, neighbours, source):
         for level in range(graph.vertices):
             device.fill(found.address, 0, 4)
             kernel(neighbours, rows.handle, on_device, found, level, warps=rows.chunks)
-            neighbours.synchronize()  # waits; raises if a read failed
+            neighbours.wait()  # waits; raises if a read failed
             if device.download(found.address, 4) == b"\0\0\0\0":
                 break
             # The next level goes the other way, and begins with what this one left in the cache.

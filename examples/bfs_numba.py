@@ -49,7 +49,7 @@ def search(graph, neighbours, source):
     for level in range(graph.vertices):
         found = cuda.to_device(np.zeros(1, np.uint32))
         search_level[blocks, THREADS](neighbours, offsets, distances, found, np.uint32(level))
-        neighbours.synchronize()  # waits; raises if a read failed
+        neighbours.wait()  # waits; raises if a read failed
         if found.copy_to_host()[0] == 0:
             break
     return graph.by_label(distances.copy_to_host())

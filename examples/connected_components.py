@@ -62,9 +62,9 @@ def components(graph, neighbours):
     with graphs.Rows(graph, neighbours) as rows, device.allocate(roots.nbytes) as parents:
         device.upload(parents.address, roots)
         program["join"](neighbours, rows.handle, parents, warps=rows.chunks)
-        neighbours.synchronize()  # waits; raises if a read failed
+        neighbours.wait()  # waits; raises if a read failed
         program["compress"](parents, graph.vertices, warps=-(-graph.vertices // 32))
-        device.synchronize()
+        device.wait()
         device.download_into(parents.address, roots)
     return graph.smallest_labels(roots)
 

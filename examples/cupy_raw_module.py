@@ -48,7 +48,7 @@ def main() -> None:
         with fw.open(path, device="cuda", cache="1 MiB") as x:
             saxpy((256,), (256,), (by_value(x), y, np.float32(2), np.uint64(x.size)))
             # Waits for the stream; raises if a read failed.
-            x.synchronize(cupy.cuda.get_current_stream())
+            x.wait(cupy.cuda.get_current_stream())
     np.testing.assert_allclose(cupy.asnumpy(y), 1 + 2 * values, rtol=1e-6)
     print(f"{values.size} numbers added by a kernel of cupy")
 

@@ -96,10 +96,10 @@ def loaded(
     for sample in sampler.iterate(seeds):
         features.prefetch(sample.nodes)
         if last is not None:
-            yield last, features.synchronize()
+            yield last, features.wait()
         last = sample
     if last is not None:
-        yield last, features.synchronize()
+        yield last, features.wait()
 
 
 def main(device: str) -> None:

@@ -37,7 +37,7 @@ def main(device: str | None) -> None:
         counts = program.device.empty_array((256,), np.uint32)
         with fw.open(path, device=program.device, cache="1 MiB") as data:
             program["histogram"](data, counts)
-            data.synchronize()
+            data.wait()
     assert (counts.copy_to_host() == np.bincount(values)).all()
     print(f"{program.device.name}: {values.size} bytes counted through a cache of 1 MiB")
 

@@ -51,7 +51,7 @@ def main() -> None:
         with fw.open(path, device="cuda", cache="4 MiB") as data:
             pick[256, 256](out, data, cuda.to_device(indices))
             sum_rows[8, 128](sums, data)
-            data.synchronize()
+            data.wait()
     assert (out.copy_to_host() == values[indices]).all()
     assert (sums.copy_to_host() == values[:64000].reshape(1000, 64).sum(1)).all()
     print(f"{indices.size} elements and 1000 rows read by Python kernels")

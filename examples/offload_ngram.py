@@ -1,6 +1,7 @@
 """A model whose n-gram table stays in its checkpoint, as many times larger than memory as you like.
 
-    python examples/offload_ngram.py [--device cpu | cuda] [--rows N] [--gpu SIZE] [--ram SIZE]
+    python examples/offload_ngram.py [--device cpu | cuda] [--rows N] [--gpu-memory SIZE]
+        [--host-memory SIZE]
 
 The model hashes the last tokens to rows of a table, as models with n-gram embeddings do, and
 decodes greedily. It runs twice: with its table in memory, and with the table left in a safetensors
@@ -77,8 +78,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=int, default=1 << 18)
     parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--ram", default="64 MiB")
-    parser.add_argument("--gpu", default="32 MiB")
+    parser.add_argument("--host-memory", default="64 MiB")
+    parser.add_argument("--gpu-memory", default="32 MiB")
     asked = parser.parse_args()
 
     torch.manual_seed(1)
@@ -96,8 +97,8 @@ def main() -> None:
             model,
             "*.ngram_embedding",
             path,
-            ram=asked.ram,
-            gpu=asked.gpu,
+            host_memory=asked.host_memory,
+            gpu_memory=asked.gpu_memory,
             device=asked.device,
         ) as tables:
             rest = {name: state[name] for name in tables.rest()}
@@ -106,7 +107,7 @@ def main() -> None:
             started = time.perf_counter()
             found = model.decode(begin.to(asked.device), asked.tokens)
             took = time.perf_counter() - started
-            report = tables.report()
+            report = tables.stats
         assert torch.equal(found, expected), "the same tokens"
     print(f"{asked.device}: {found.numel()} tokens, the same, in {took:.2f} s")
     print(report)

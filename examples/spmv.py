@@ -64,7 +64,7 @@ def multiply(matrix, columns, values, x):
         device.upload(x_on_device.address, np.ascontiguousarray(matrix.by_vertex(x), np.float32))
         kernel(columns, values, rows.handle, x_on_device, y_on_device, warps=rows.chunks)
         for array in (columns, values):
-            array.synchronize()  # waits; raises if a read failed
+            array.wait()  # waits; raises if a read failed
         device.download_into(y_on_device.address, y)
     return matrix.by_label(y)
 

@@ -35,7 +35,7 @@ FW_KERNEL bag_means(fw::array<const float, 2> table, const int64_t* rows, float*
 """
 
 # An operator takes tensors and numbers only, so it gets the number of a table.
-tables: list[tuple[fw.Array, fw.Kernel]] = []
+tables: list[tuple[fw.Array, fw.program.Kernel]] = []
 
 
 @torch.library.custom_op("flashwarp_example::bag_means", mutates_args=())
@@ -66,7 +66,7 @@ def main(name: str | None) -> None:
             tables.append((array, program["bag_means"]))
             means = bag_means(0, rows)
             torch.library.opcheck(bag_means, (0, rows))
-            array.synchronize()
+            array.wait()
             tables.clear()
     expected = torch.from_numpy(weights)[rows.cpu()].mean(1)
     torch.testing.assert_close(means.cpu(), expected)

@@ -48,7 +48,7 @@ def add(a, b, c):
     with device.allocate(warps * cache.line_bytes) as scratch:
         fw.compile(KERNEL, device)["add"](a, b, c, scratch, line, warps=warps)
         for array in (a, b, c):
-            array.synchronize()  # waits; raises if a transfer failed
+            array.wait()  # waits; raises if a transfer failed
     c.flush()
 
 

@@ -126,14 +126,14 @@ class _Steps:
         """Offload by `offload_activations`."""
         module = importlib.import_module("flashwarp.torch")
         offloaded = module.offload_activations(
-            self.folder, host=host, least=least, device=self.device
+            self.folder, host_memory=host, least=least, device=self.device
         )
 
         @contextlib.contextmanager
         def entered() -> Iterator[None]:
             with offloaded:
                 yield
-                found = offloaded.stats()
+                found = offloaded.stats
             self.stats = (
                 f"{found.saved_bytes / 1e9:.2f} GB saved, {found.written_bytes / 1e9:.2f} GB "
                 f"written, {found.read_bytes / 1e9:.2f} GB read, {found.waited_s:.2f} s waited, "

@@ -88,7 +88,7 @@ FW_DEVICE void sum_consecutive(const reduce_params& p, LoadSeveral load_several,
 
 }  // namespace bench
 
-// The ceiling of the in-place path: the same random blocks, pulled without any command.
+// The ceiling of the in-place route: the same random blocks, pulled without any command.
 FW_KERNEL pull_blocks(const FW_GRID_CONSTANT bench::queue_params p) {
   using namespace fw;
   const uint64_t base = p.volume->queues[0].data.mapped_base;

@@ -232,7 +232,7 @@ class _Measurement:
             device=self.device,
             cache="256 MiB",
             line="1 MiB",
-            controller=fw.SoftwareController(depth=32),
+            controller=fw.nvme.SoftwareController(depth=32),
         )
         # The disk drifts, so it and the arrays take turns.
         ceilings, random, ordered = [], [], []
@@ -335,7 +335,7 @@ class _Gpu(_Measurement):
             )
 
             def per_s(kernel: str, warps: int = -(-count // 32)) -> float:
-                x.controller.wake()
+                x.service.wake()
                 return float(params.commands / self.seconds(kernel, params, warps))
 
             self.pull[line] = median_of(lambda: per_s("pull_blocks")) * line / 1e9
@@ -475,7 +475,7 @@ class _Gpu(_Measurement):
             device=self.device,
             cache=rows * 1024,
             o_direct=False,
-            controller=fw.SoftwareController(threads=8),
+            controller=fw.nvme.SoftwareController(threads=8),
         ) as x:
             ours = self.gather(x, there, out, runs=3)
             right = self.right(out, there)

@@ -250,7 +250,7 @@ class _Turn:
         """Return rows per second of each epoch, whether all were right, and what the way was."""
         with self._open(o_direct) as x:
             speeds = [self._epoch(x, number) for number in range(self._plan.epochs)]
-            facts = x.explain().storage
+            facts = x.explain().facts["storage"]
         told = "O_DIRECT" if facts["o_direct"] else "page cache"
         if "changed" in facts:
             told += f", changed {facts['changed']}"

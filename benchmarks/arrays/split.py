@@ -56,7 +56,7 @@ def run(
     ways: dict[str, Mapping[str, Any]] = {
         "page cache, bounce": {
             "o_direct": False,
-            "controller": fw.SoftwareController(data_path="bounce"),
+            "controller": fw.nvme.SoftwareController(route="bounce"),
         }
     }
     if direct_reads_work(path):

@@ -174,7 +174,7 @@ def _add_in_place(device: Device, program: Program, vectors: Vectors) -> None:
     addresses = [vector.ctypes.data for vector in vectors]
     # Vectors are a whole number of pairs, but for a last element.
     kernel(*addresses, n // 2, warps=-(-n // 64))
-    device.synchronize()
+    device.wait()
     a, b, c = vectors
     c[n // 2 * 2 :] = a[n // 2 * 2 :] + b[n // 2 * 2 :]
 
@@ -201,7 +201,7 @@ class _CopyEngines:
                 [self._stack.enter_context(self._device.allocate(8 * tile)) for _ in range(3)]
                 for _ in self._streams
             ]
-            self._device.synchronize()
+            self._device.wait()
         context, total = self._device.context, len(self._vectors[0])
         for number, first in enumerate(range(0, total, tile)):
             turn = number % _TURNS_OF_TILES
@@ -213,7 +213,7 @@ class _CopyEngines:
             self._program["add_tile"](a, b, c, n, warps=-(-n // 32), stream=stream)
             context.call("cuMemcpyDtoHAsync", host[2], c.address, 8 * n, stream.handle)
         for stream in self._streams:
-            self._device.synchronize(stream)
+            self._device.wait(stream)
 
 
 def _numpy_tiles(vectors: Vectors, tile: int) -> None:

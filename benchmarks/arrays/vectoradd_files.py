@@ -91,10 +91,12 @@ def measure(
     report.settings["files"] = {
         "threads": threads,
         "slots": _SLOTS,
-        "paths": {name: f"{one.path}: {one.reason}" for name, one in zip("abc", told, strict=True)},
+        "paths": {
+            name: f"{one.route}: {one.reason}" for name, one in zip("abc", told, strict=True)
+        },
         "seconds_to_be_durable": {name: way.to_be_durable for name, way in ways.items()},
     }
-    _tell(report, 3 * nbytes, ways, seconds, threads, [one.path for one in told])
+    _tell(report, 3 * nbytes, ways, seconds, threads, [one.route for one in told])
 
 
 def _tell(
@@ -127,7 +129,7 @@ def _tell(
             target,
             ways[name].right,
             paper="0.66 (BaM 5.4)",
-            note=f"page cache; data paths: inputs {paths[0]}, output {paths[2]}; "
+            note=f"page cache; routes: inputs {paths[0]}, output {paths[2]}; "
             + ways[name].ending(seconds[name]),
             footprint=nbytes,
         )
@@ -243,7 +245,7 @@ class _Gpu(_Adder):
         context.call("cuMemcpyDtoHAsync", staging[2].address, c.address, nbytes, stream.handle)
 
     def finish(self, slot: int) -> None:
-        self._device.synchronize(self._streams[slot])
+        self._device.wait(self._streams[slot])
 
 
 class _Numpy(_Adder):

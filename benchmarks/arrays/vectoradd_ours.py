@@ -38,7 +38,7 @@ class Ours:
             array.drop_cache()
         self._kernel(*self._arrays, self._scratch, self._line, 0, int(eager), warps=self._lines)
         for array in self._arrays:
-            array.synchronize()
+            array.wait()
 
     def flush(self) -> None:
         """Bring all sums to the storage, durable where it is a file."""

@@ -85,7 +85,7 @@ class CallsBench:
 
         def measure() -> float:
             seconds = wall_seconds(call)
-            self.device.synchronize()
+            self.device.wait()
             if self.on_gpu:
                 self.torch.cuda.synchronize()
             return seconds

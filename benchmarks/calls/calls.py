@@ -205,7 +205,7 @@ class _Calls(CallsBench):
                 runs = min(self.runs, len(data) // count - 1)
                 times = self.in_turns({"other": other, "ours": ours}, runs)
                 self.add(
-                    f"gather of {count} cold rows of {where}, {array.explain().path}",
+                    f"gather of {count} cold rows of {where}, {array.explain().route}",
                     times["ours"],
                     "index_select into pinned memory, and a copy"
                     if self.on_gpu
@@ -251,7 +251,7 @@ class _Calls(CallsBench):
                 self.add(f"launch of {what}, host", times[way], known, other)
             if "torch" in times:
                 self.add("launch of torch.add, host", times["torch"])
-            array.synchronize()
+            array.wait()
 
     def _add_launches(self, ways: dict[str, Any], index: Any, out: Any) -> None:
         """Add launches of torch, and of cupy if it is installed."""

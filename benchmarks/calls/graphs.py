@@ -107,7 +107,7 @@ def _cold(bench: CallsBench, array: fw.Array, data: Any, mapped: Any, count: int
     times = bench.in_turns(ways, min(bench.runs, nodes.turns))
     ways["ours"]()
     bench.add(
-        f"gather of {count} cold rows of memory, {array.explain().path}, in a graph",
+        f"gather of {count} cold rows of memory, {array.explain().route}, in a graph",
         times["ours"],
         "torch.index_select of the same memory, in a graph" if mapped is not None else "",
         times.get("other", 0.0),

@@ -33,7 +33,7 @@ def neighbours(bench: CallsBench, folder: Path, rows: int) -> None:
         "O_DIRECT": {"o_direct": True},
         "page cache, bounce": {
             "o_direct": False,
-            "controller": fw.SoftwareController(data_path="bounce"),
+            "controller": fw.nvme.SoftwareController(route="bounce"),
         },
     }
     for name, settings in ways.items():
@@ -112,7 +112,7 @@ class Pair:
             if len(ended) > 2:
                 ended[-2].synchronize()
         end.synchronize()
-        self.array.synchronize(self.gathering)
+        self.array.wait(self.gathering)
         self.torch.cuda.synchronize()
         seconds = begin.elapsed_time(end) / 1e3
         inside = [each for each in ended[1:] if begin.elapsed_time(each) <= seconds * 1e3]

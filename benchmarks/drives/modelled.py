@@ -9,9 +9,9 @@ import flashwarp as fw
 __all__ = ["modelled"]
 
 
-def modelled(drive: str, slower: float = 1, seed: int = 1) -> fw.SSDModel:
+def modelled(drive: str, slower: float = 1, seed: int = 1) -> fw.nvme.SSDModel:
     """Return a built-in model, its read ceilings divided by `slower`."""
-    model = fw.SSDModel.named(drive, seed=seed)
+    model = fw.nvme.SSDModel.named(drive, seed=seed)
     if slower == 1:
         return model
     return replace(

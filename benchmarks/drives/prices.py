@@ -159,7 +159,7 @@ def _priced(given: dict[str, Any], where: str, rates: _Measured) -> Priced:
     if (reads or bytes_per_s) and not source:
         raise ArgumentError(f"{where}: {name} has rates without a 'rates_source'")
     if "model" in given:
-        model = fw.SSDModel.named(given["model"])
+        model = fw.nvme.SSDModel.named(given["model"])
         bytes_per_s, source = model.read_bytes_per_s, model.source
         reads = {b: rates.reads_per_s(model.name, b) or model.iops(b) for b in _BLOCKS}
     return Priced(

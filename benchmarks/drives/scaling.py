@@ -187,7 +187,7 @@ class Drives:
         self.device = device
         self.namespaces = namespaces
         self.depth = depth
-        self.model = fw.SSDModel.named(profile)
+        self.model = fw.nvme.SSDModel.named(profile)
         self.queue_pairs = queue_pairs
         self.controllers: list[Service] = []
         self._kernels = load_kernels(device)
@@ -210,11 +210,11 @@ class Drives:
     def _open_drive(self, stack: ExitStack, profile: str, number: int) -> None:
         words = self.namespaces.words_of(number, 0, self.namespaces.drive_bytes)
         storage = stack.enter_context(fw.storage.Memory(words))
-        controller = fw.SoftwareController(
+        controller = fw.nvme.SoftwareController(
             queue_pairs=self.queue_pairs,
             depth=self.depth,
-            data_path="in_place",
-            model=fw.SSDModel.named(profile, seed=number + 1),
+            route="in_place",
+            model=fw.nvme.SSDModel.named(profile, seed=number + 1),
         )
         service = controller.attach(storage, Destination(self.device, _LBA, (0, 0)))
         stack.callback(service.stop)
@@ -568,7 +568,7 @@ def run(
         title="Scaling over modelled drives (models, not measurements of drives)",
         device=where.describe(),
         settings={
-            "model": str(fw.SSDModel.named(profile)),
+            "model": str(fw.nvme.SSDModel.named(profile)),
             "drives": drives,
             "drive_mib": drive_mib,
             "queue_pairs_per_drive": queue_pairs,

@@ -20,7 +20,7 @@ from benchmarks.base import Record, by_kind
 from benchmarks.drives.modelled import modelled
 from flashwarp.device import Device, resolve
 from flashwarp.nvme.group import ControllerGroup
-from flashwarp.nvme.queue_pair import DataPath
+from flashwarp.nvme.queue_pair import Route
 from flashwarp.probe.timing import in_turns, wall_seconds
 from flashwarp.storage import Memory, Striped
 
@@ -63,9 +63,11 @@ def run(
     return report
 
 
-def _controller(device: Device, model: fw.SSDModel, number: int = 0) -> fw.SoftwareController:
-    path: DataPath = "bounce" if device.kind == "cuda" else "direct"
-    return fw.SoftwareController(data_path=path, model=replace(model, seed=number + 1))
+def _controller(
+    device: Device, model: fw.nvme.SSDModel, number: int = 0
+) -> fw.nvme.SoftwareController:
+    path: Route = "bounce" if device.kind == "cuda" else "direct"
+    return fw.nvme.SoftwareController(route=path, model=replace(model, seed=number + 1))
 
 
 class _Gather:
@@ -92,7 +94,7 @@ def _sweep_tier(
     device: Device,
     data: NDArray[np.int64],
     rows: int,
-    model: fw.SSDModel,
+    model: fw.nvme.SSDModel,
     runs: int,
 ) -> None:
     weights = 1 / np.arange(1, len(data) + 1) ** _SKEW
@@ -110,7 +112,7 @@ def _sweep_tier(
                         np.int64,
                         data.shape,
                         device=device,
-                        cache=fw.Cache(data.nbytes // share, host_capacity=tier),
+                        cache=fw.Cache(data.nbytes // share, host_memory=tier),
                         controller=_controller(device, model),
                     )
                 )
@@ -136,7 +138,7 @@ def _sweep_drives(
     device: Device,
     data: NDArray[np.int64],
     rows: int,
-    model: fw.SSDModel,
+    model: fw.nvme.SSDModel,
     runs: int,
 ) -> None:
     index = np.random.default_rng(2).integers(0, len(data), rows)

@@ -74,7 +74,7 @@ FW_KERNEL read_array(const FW_GRID_CONSTANT fw::array<const unsigned char> a, ch
   });
 }
 
-// Pieces are lines, and the array's data path is "bounce".
+// Pieces are lines, and the array's route is "bounce".
 FW_KERNEL read_raw(const FW_GRID_CONSTANT fw::array<const unsigned char> a, char* buffers,
                    uint64_t piece, uint64_t pieces, uint64_t* wrong, uint32_t* taken) {
   read_in_order(buffers, piece, pieces, wrong, taken, [&](char* to, uint64_t offset) {

@@ -225,7 +225,7 @@ class _Files:
             address = x.in_place
             if address is not None:
                 ways["plain"] = lambda: self._launch("read_memory", address, piece, whole, warps)
-            with KernelFile(x) as f, KernelFile(x, prefetch=_PREFETCH) as ahead:
+            with KernelFile(x) as f, KernelFile(x, read_ahead=_PREFETCH) as ahead:
                 ways["no"] = lambda: self._cold(x, f, piece, whole, warps)
                 ways["yes"] = lambda: self._cold(x, ahead, piece, whole, warps)
                 found = self._turns(ways)
@@ -381,7 +381,7 @@ class _Files:
 
 
 def _bounce() -> Controller:
-    return fw.SoftwareController(data_path="bounce", commands=True)
+    return fw.nvme.SoftwareController(route="bounce", commands=True)
 
 
 def _kib(nbytes: int) -> str:

@@ -167,7 +167,7 @@ def open_drives(
         line=line,
         controller=ControllerGroup(
             [
-                fw.SoftwareController(
+                fw.nvme.SoftwareController(
                     queue_pairs=queue_pairs // count,
                     model=modelled(kind, bench.options.slower, seed=n + 1),
                 )

@@ -77,7 +77,7 @@ struct sum_of_row {
   }
 };
 
-// Loads an element by a command of its own, for the 512 bytes around it. On the direct path there
+// Loads an element by a command of its own, for the 512 bytes around it. On the direct route there
 // is no buffer to name in it: not for that.
 FW_DEVICE_NOINLINE uint32_t load_by_command(cache::line_cache* c, cache::volume* v, uint64_t byte) {
   const uint32_t mask = fw::detail::active_on(v);

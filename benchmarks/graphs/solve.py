@@ -199,14 +199,14 @@ class Components(Algorithm):
     def solve(self, launch: Launch, program: Program, begin: Callable[[], None]) -> float:
         vertices = self._graph.vertices
         begin()
-        self._device.synchronize()
+        self._device.wait()
         start = time.perf_counter()
         program["cc_begin"](self._parents, vertices, warps=-(-vertices // 32))
         for first, end in pairwise(int(vertices * share) for share in _STAGES):
             part = _Linking(parents=self._parents.address, vertices=vertices, begin=first, end=end)
             launch("cc", part)
             program["cc_compress"](self._parents, vertices, warps=-(-vertices // 32))
-        self._device.synchronize()
+        self._device.wait()
         return time.perf_counter() - start
 
     def labels(self) -> NDArray[np.uint32]:
@@ -261,7 +261,7 @@ class Product(Algorithm):
     ) -> float:
         begin()
         self._device.fill(self._y.address, 0, self._y.nbytes)
-        self._device.synchronize()
+        self._device.wait()
         given = _Multiplying(
             values=self._plain_values.address,
             x=self._x.address,
@@ -332,7 +332,7 @@ class Reader:
             given = _Input(rows=rows, entries=self._in_place, fill_from=fill_from)
             self._program[f"{kernel}_{way}"](*self.arrays, given, state, warps=items)
             for array in self.arrays:
-                array.synchronize()
+                array.wait()
             if not algorithm.returns:
                 return
             if weigh:

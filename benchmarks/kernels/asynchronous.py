@@ -86,7 +86,7 @@ def run(
             kernel: {warps: rate(kernel, warps) for warps in sweep}
             for kernel in ("read_and_wait", "read_ahead")
         }
-        array.synchronize()
+        array.wait()
         checked = int(wrong.copy_to_host()[0]) == 0
     _tell(report, rates, checked, blocks * line_bytes)
     return report

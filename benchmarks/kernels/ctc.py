@@ -53,7 +53,7 @@ def run(
         seeds={"drive": 1},
     )
     data = np.arange(threads * blocks * _WORDS, dtype=np.uint32)
-    controller = None if model == "none" else fw.SoftwareController(model=model)
+    controller = None if model == "none" else fw.nvme.SoftwareController(model=model)
     with (
         fw.open(
             fw.storage.Memory(data),
@@ -174,7 +174,7 @@ class _Sweep:
                 block_threads=self._block_threads,
             ),
         )
-        self.array.synchronize()
+        self.array.wait()
         found = np.empty(self.threads, np.uint32)
         self.device.download_into(self.sums.address, found)
         self.right = self.right and bool((found == self._expected(steps)).all())

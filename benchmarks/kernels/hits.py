@@ -53,7 +53,7 @@ def run(
 
 def _compare(
     device: Device,
-    program: fw.Program,
+    program: fw.program.Program,
     report: Record,
     data: np.ndarray[Any, np.dtype[np.uint32]],
     line: int,
@@ -121,7 +121,7 @@ def _compare(
         for name, (ours, target) in single.items():
             ways = {"array": ours, **others}
             _report(report, f"one by one by {name}, {line} B lines", ways, target, data.nbytes)
-        array.synchronize()
+        array.wait()
         misses = array.stats.misses
         if misses > lines:
             raise AssertionError(f"{misses} misses for {lines} lines: the data was not resident")

@@ -123,7 +123,7 @@ class _Latency:
         self, array: fw.Array, where: str, other: str, reference: tuple[float, bool] | None
     ) -> None:
         blocks = array.size // self.words
-        path = array.explain().path
+        path = array.explain().route
         for name, lanes in self.groups.items():
             array.drop_cache()
             found = self._chase(array, blocks, lanes)
@@ -135,7 +135,7 @@ class _Latency:
                 array, blocks, self.words, self.steps, next(self.turns), lanes, wrong, **_ALONE
             )
         )
-        array.synchronize()
+        array.wait()
         return found
 
     def _microseconds(self, launch: Callable[[DeviceArray], object]) -> tuple[float, bool]:

@@ -166,7 +166,7 @@ class _Load:
         name = self.device.name
 
         def ours(_: contextlib.ExitStack) -> dict[str, Any]:
-            return load(self.path, self.device, staging=self.staging, library="torch")
+            return load(self.path, self.device, host_memory=self.staging, library="torch")
 
         found = {"ours": _Way("fw.load", ours, self.path)}
         if not others:

@@ -88,13 +88,13 @@ def _sweep(
             for each in ids[:_DEPTH]:
                 pipeline.prefetch(each)
             for number in range(steps):
-                batch = pipeline.synchronize()
+                batch = pipeline.take()
                 # Before the step's own work, behind which it would begin too late.
                 if number + _DEPTH < steps:
                     pipeline.prefetch(ids[number + _DEPTH])
                 use(batch, products)
 
-        label = f"{label} ({pipeline.explain().way})"
+        label = f"{label} ({pipeline.explain().route})"
         reading = bench.median_cost(lambda: by_iterate(0)).seconds / steps
         wanted = int(sum(int(each.sum()) for each in ids)) * (_ROW_BYTES // 4)
         for ratio in ratios:

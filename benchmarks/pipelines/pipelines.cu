@@ -37,7 +37,7 @@ FW_KERNEL stream_batches(fw::pipeline<const int32_t> p, const int64_t* ids, uint
   uint64_t lost = 0;
   for (uint64_t b = 0; b <= batches; b++) {
     if (b < batches) p.prefetch(ids + b * rows, rows, buffers + b % 2 * rows * words);
-    if (b != 0) lost += p.prefetch_synchronize();
+    if (b != 0) lost += p.prefetch_wait();
   }
   if (base::thread_index() == 0) failed[0] = int64_t(lost);
 }

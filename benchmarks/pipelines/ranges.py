@@ -53,7 +53,7 @@ def _to_the_device(
     for against, base, target in bases:
         bench.add(
             f"{label}: gather ({way})", ours, "GB/s", (against, base), target,
-            right and listed_right, note=array.explain().ranges, footprint=data.nbytes,
+            right and listed_right, note=array.explain().facts["ranges"], footprint=data.nbytes,
         )  # fmt: skip
 
 

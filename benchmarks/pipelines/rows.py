@@ -188,11 +188,15 @@ class _Rows:
             cost = bench.median_cost(stream)
             right = [bench.rows_right(rows, ids) for rows, ids in pipeline.iterate(batches[:3])]
             told = pipeline.explain()
-        note = f"{told.multiprocessors} SMs, {told.host_threads} threads; array {told.array}"
+        told_of = told.facts
+        note = (
+            f"{told_of['multiprocessors']} SMs, {told_of['host_threads']} threads; "
+            f"array {told_of['array']}"
+        )
         # Beside those that move rows there is one that polls.
-        threads = told.host_threads - (told.way in ("ring", "workers"))
+        threads = told.facts["host_threads"] - (told.route in ("ring", "workers"))
         return _Way(
-            f"{name} ({told.way})", self._rate(cost), cost, all(right), note, told.way, threads
+            f"{name} ({told.route})", self._rate(cost), cost, all(right), note, told.route, threads
         )
 
     def _by_kernel(self, array: fw.Array) -> _Way:

@@ -107,7 +107,7 @@ def _controller(
     memory = fw.storage.Memory(words.view(np.uint8).reshape(-1), writable=False)
     with fw.open(
         memory, "r", np.int32, words.shape, device=CpuDevice(), cache=_NBYTES // 4,
-        controller=fw.SoftwareController(data_path="bounce" if staging else "direct"),
+        controller=fw.nvme.SoftwareController(route="bounce" if staging else "direct"),
     ) as array:  # fmt: skip
         rows = np.zeros_like(words)
         with _busy_memory(bench, threads) as others:

@@ -191,7 +191,7 @@ class _Beside:
     def measure(self) -> None:
         """Tell what computing keeps of its rate beside each way of reading."""
         alone = self._beside(lambda _: None)[0]
-        bounce = fw.SoftwareController(data_path="bounce")
+        bounce = fw.nvme.SoftwareController(route="bounce")
         ways: list[tuple[str, dict[str, Any], Callable[..., Callable[[Any], None]]]] = [
             ("gather by polled commands", {"controller": bounce}, self._gathering),
             ("gather in place", {}, self._gathering),
@@ -208,7 +208,7 @@ class _Beside:
             ) as array:
                 with contextlib.ExitStack() as undo:
                     computing, rate = self._beside(make(array, undo))
-                path = array.explain().path
+                path = array.explain().route
             self.bench.add(
                 f"computing beside {name}", alone / computing, "of its rate alone",
                 paper=_SMS_PAPER, note=f"{path}; rows of 4 KiB at {rate:.3g} GB/s meanwhile",

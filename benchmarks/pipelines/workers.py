@@ -48,7 +48,7 @@ class Source:
     ceiling: float
     ceiling_name: str
     drives: int = 1
-    controller: fw.SoftwareController | None = None
+    controller: fw.nvme.SoftwareController | None = None
     limits: tuple[int, int] = (1, 1)
 
 
@@ -111,7 +111,7 @@ class Load:
         return time.perf_counter() - start
 
     def cpu_s(self) -> float:
-        stats = self.engine.stats()
+        stats = self.engine.stats
         return float(stats["worker_cpu_s"] + stats["polling_cpu_s"])
 
 
@@ -126,9 +126,9 @@ def play(
         before = load.cpu_s()
         for batches, compute_s in steps:
             played.seconds.append(load.step(batches, compute_s))
-            played.workers.append(load.engine.stats()["workers"])
+            played.workers.append(load.engine.stats["workers"])
         played.cpu_s = load.cpu_s() - before
-        played.decisions = load.engine.stats()["decision_count"]
+        played.decisions = load.engine.stats["decision_count"]
         played.right = load.right
     return played
 
@@ -223,7 +223,7 @@ def _drives(
         drives * model.iops(row_bytes),
         "the drives' ceiling",
         drives,
-        fw.SoftwareController(model=model),
+        fw.nvme.SoftwareController(model=model),
         worker_limits(drives),
     )
 

@@ -104,7 +104,7 @@ def _compare(report: Record, where: Device, reads: _Reads, capacity: int, nbytes
 
 def _device(name: str | None, threads: int) -> Device:
     found = resolve(name)
-    return fw.CpuDevice(threads) if found.kind == "cpu" else found
+    return fw.device.CpuDevice(threads) if found.kind == "cpu" else found
 
 
 class _Reads:

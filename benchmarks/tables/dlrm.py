@@ -24,7 +24,7 @@ from benchmarks.calls.graphs import MappedRows
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, resolve
 from flashwarp.errors import ArgumentError
-from flashwarp.nvme.queue_pair import DataPath
+from flashwarp.nvme.queue_pair import Route
 from flashwarp.probe.timing import device_seconds, in_turns
 
 __all__ = ["run"]
@@ -212,8 +212,8 @@ class _Bench:
         rings = {key: how[key] for key in ("queue_pairs", "depth", "model") if key in how}
         source: Any = fw.storage.Memory(self.data, writable=False)
         if rings or "path" in how:
-            served: DataPath = "bounce" if self.on_gpu else "direct"
-            settings["controller"] = fw.SoftwareController(data_path=served, **rings)
+            served: Route = "bounce" if self.on_gpu else "direct"
+            settings["controller"] = fw.nvme.SoftwareController(route=served, **rings)
         if "path" in how:
             source = how["path"]
             settings |= {"o_direct": False}

@@ -88,14 +88,14 @@ def run(
         model = bench.empty()
         modules = importlib.import_module("flashwarp.torch")
         tables = modules.offload(
-            model, "*.ngram_embedding", place, ram=ram, gpu=gpu, device=where,
+            model, "*.ngram_embedding", place, host_memory=ram, gpu_memory=gpu, device=where,
             rows_per_step=prefill * _HEADS,
         )  # fmt: skip
         with tables:
             ours = _Reader(bench, bench.with_hashes(model), prefill)
             for window in windows:
                 ours.read(window)
-            (table,) = tables.report().tables
+            (table,) = tables.stats.tables
     finally:
         shutil.rmtree(place)
     nbytes = bench.rows * _ROW_BYTES
@@ -105,7 +105,7 @@ def run(
         (f"{decode} steps of a token", ours.later, expected.later, decode),
     ):
         report.row(
-            f"{name}, offloaded, {table.path}", count / median(ours_s[1:]), "tokens/s",
+            f"{name}, offloaded, {table.route}", count / median(ours_s[1:]), "tokens/s",
             "the table in the device's memory", count / median(their_s[1:]), checked=right,
             note="both by transformers' code, call by call; the files are in the page cache",
             footprint=nbytes,

@@ -43,8 +43,8 @@ class Limits:
     path: Path
     rows: int
     row_bytes: int
-    ram: int
-    gpu: int
+    host_memory: int
+    gpu_memory: int
     seed: int
 
     def ids(self, rows: int) -> Any:
@@ -64,7 +64,7 @@ class _Done:
     path: str
     host: dict[str, int]
     """Growth of its memory in bytes."""
-    gpu: int
+    gpu_memory: int
 
 
 def compare_processes(report: Record, limits: Limits, small: Path) -> None:
@@ -88,15 +88,16 @@ def compare_processes(report: Record, limits: Limits, small: Path) -> None:
         taken = held["VmRSS"] + held["pinned beside it"] - spared
         parts = ", ".join(f"{name} {nbytes / _MIB:+.1f}" for name, nbytes in held.items())
         report.row(
-            f"process {number}: limit of host memory, {done.path}", limits.ram / _MIB, "MiB",
+            f"process {number}: limit of host memory, {done.path}",
+            limits.host_memory / _MIB, "MiB",
             "growth of resident and pinned memory",
             max(taken, 1) / _MIB,
             target=1.0, checked=checked, note=f"growth in MiB: {parts}",
         )  # fmt: skip
         if on_gpu:
             report.row(
-                f"process {number}: limit of GPU memory", limits.gpu / _MIB, "MiB",
-                "growth of the GPU's used memory", max(done.gpu, 1) / _MIB, target=1.0,
+                f"process {number}: limit of GPU memory", limits.gpu_memory / _MIB, "MiB",
+                "growth of the GPU's used memory", max(done.gpu_memory, 1) / _MIB, target=1.0,
                 checked=checked,
             )  # fmt: skip
     first, second = (_STEPS * _STEP_ROWS / each.seconds / 1e3 for each in found)
@@ -136,8 +137,8 @@ def _read(limits: Limits, small: Path) -> Iterator[_Done]:
         seconds = steps(module, ids[1])
         grown = {name: value - host[name] for name, value in _host_memory(limits.path).items()}
         gpu = _gpu_memory(torch, place) - gpu
-        (table,) = tables.report().tables
-        yield _Done(seconds, _digest(rows), table.path, grown, gpu)
+        (table,) = tables.stats.tables
+        yield _Done(seconds, _digest(rows), table.route, grown, gpu)
         threading.Event().wait(_HELD_S)  # the process is ended meanwhile
 
 
@@ -148,7 +149,12 @@ def _offloaded(limits: Limits, path: Path, rows: int) -> Iterator[tuple[Any, Any
         table = torch.nn.Embedding(rows, limits.row_bytes, dtype=torch.bfloat16)
     model = torch.nn.ModuleDict({"table": table}).eval()
     tables = importlib.import_module("flashwarp.torch").offload(
-        model, "table", path, ram=limits.ram, gpu=limits.gpu, device=limits.device
+        model,
+        "table",
+        path,
+        host_memory=limits.host_memory,
+        gpu_memory=limits.gpu_memory,
+        device=limits.device,
     )
     with tables:
         yield table, tables

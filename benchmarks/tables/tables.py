@@ -222,19 +222,19 @@ class _Tables:
 
         ways = {"resident": _Way("the table in the device's memory", select(resident))}
         with contextlib.ExitStack() as undo:
-            controller = fw.SoftwareController(data_path="bounce") if self.on_gpu else None
+            controller = fw.nvme.SoftwareController(route="bounce") if self.on_gpu else None
             budget = undo.enter_context(
                 self.opened(cache=self.cache, o_direct=False, controller=controller)
             )
             if self.on_gpu:
                 place = undo.enter_context(self.opened(o_direct=False, immutable=True))
-                ways["in place"] = _Way(f"ours, {place.explain().path}", self.module(place))
+                ways["in place"] = _Way(f"ours, {place.explain().route}", self.module(place))
                 if place.in_place is not None:
                     mapped = MappedRows(place.in_place, (self.rows, _ROW_BYTES // 4))
                     table = torch.as_tensor(mapped, device=self.place).view(torch.uint8)
                     ways["pinned"] = _Way("index_select of pinned memory", select(table))
             ways["budget"] = _Way(
-                f"ours, a cache of {self.cache >> 20} MiB, {budget.explain().path}",
+                f"ours, a cache of {self.cache >> 20} MiB, {budget.explain().route}",
                 self.module(budget),
             )
             ways["mapped"] = _Way(
@@ -457,7 +457,7 @@ class _Tables:
         # Kernels are compiled and loaded at their first use, which is no part of opening.
         warm: list[dict[str, Any]] = [{}]
         if self.on_gpu:
-            warm.append({"controller": fw.SoftwareController(data_path="bounce")})
+            warm.append({"controller": fw.nvme.SoftwareController(route="bounce")})
         for settings in warm:
             self._open_and_read(path, _WARM_ROWS, row, settings)
         rows = _FIRST_ROW_BYTES // _ROW_BYTES
@@ -484,6 +484,6 @@ class _Tables:
             middle = time.perf_counter()
             found = module(ids).cpu()
             end = time.perf_counter()
-            how = array.explain().path
+            how = array.explain().route
         expected = self.dequantised(self.torch.from_numpy(row))
         return middle - start, end - middle, how, bool(self.torch.equal(found[0], expected))

@@ -182,7 +182,7 @@ void bind_controller(nb::module_& m) {
           nb::arg("batch_limit_ns") = int64_t(15'000'000'000), nb::arg("keeps") = nb::none(),
           // What holds the rings and the memory that commands name: it outlives the threads.
           nb::keep_alive<1, 12>())
-      .def("stats", &stats_of)
+      .def_prop_ro("stats", &stats_of)
       .def("describe", &describe_software)
       .def("identify_controller",
            [](SoftwareController& c) { return to_bytes(c.identify_controller_data()); })

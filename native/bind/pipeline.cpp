@@ -187,7 +187,7 @@ void bind_pipeline(nb::module_& m) {
           nb::arg("is_write"), nb::arg("ticket"))
       .def("step_bytes", &BatchEngine::step_bytes, nb::arg("is_write"))
       .def("take_errors", &take_errors)
-      .def("stats", [](BatchEngine& engine) { return to_dict(engine.stats()); })
+      .def_prop_ro("stats", [](BatchEngine& engine) { return to_dict(engine.stats()); })
       .def_prop_ro("decision_count", &BatchEngine::decision_count)
       .def_prop_ro("leaked", &BatchEngine::leaked)
       .def("stop", &BatchEngine::stop, WithoutGil())

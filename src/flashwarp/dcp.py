@@ -3,7 +3,7 @@
     import torch.distributed.checkpoint as dcp
     import flashwarp.dcp
 
-    stager = flashwarp.dcp.Stager(budget="16 GiB")
+    stager = flashwarp.dcp.Stager(host_memory="16 GiB")
     saved = dcp.async_save(
         state, storage_writer=flashwarp.dcp.Writer(path), async_stager=stager
     )

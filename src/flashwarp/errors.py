@@ -6,6 +6,8 @@ Each is a `FlashwarpError` and also the built-in error that a reader expects, so
 
 from __future__ import annotations
 
+from flashwarp import _names
+
 
 class FlashwarpError(Exception):
     """Base of all errors that flashwarp raises."""
@@ -13,6 +15,10 @@ class FlashwarpError(Exception):
 
 class ArgumentError(FlashwarpError, ValueError):
     """An argument has a value that cannot work; the message says which values work."""
+
+
+class RenamedError(FlashwarpError, AttributeError, TypeError):
+    """A name or argument of an earlier version; the message has the new name."""
 
 
 class DtypeError(FlashwarpError, TypeError):
@@ -23,8 +29,8 @@ class BoundsError(FlashwarpError, IndexError):
     """An index is out of bounds; the message has the index and the length."""
 
 
-class DataPathError(FlashwarpError, RuntimeError):
-    """The array cannot use the data path that `strict=` asked for."""
+class RouteError(FlashwarpError, RuntimeError):
+    """The array cannot use the route that `strict=` asked for."""
 
 
 class FileFormatError(FlashwarpError, ValueError):
@@ -239,3 +245,5 @@ class ForkError(FlashwarpError, RuntimeError):
 
 
 __all__ = sorted(name for name, each in globals().items() if isinstance(each, type))
+
+__getattr__, __dir__ = _names.later(__name__, {})

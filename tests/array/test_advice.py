@@ -12,7 +12,7 @@ import pytest
 import flashwarp as fw
 from flashwarp import _native
 from flashwarp.array.advice import Usage, advise
-from flashwarp.stats import Stats
+from flashwarp.array.stats import Stats
 from flashwarp.storage import Memory
 
 MIB = 1 << 20
@@ -37,7 +37,7 @@ FINE = Usage(
     row_bytes=4096,
     line_bytes=4096,
     capacity=256 * MIB,
-    host_capacity=0,
+    host_memory=0,
     on_cpu=False,
     in_place=False,
     o_direct=True,
@@ -95,8 +95,8 @@ def with_stats(usage: Usage, **changes: int) -> Usage:
         replace(FINE, o_direct=False, in_place=True, stats=AGAIN),
         replace(FINE, o_direct=False, on_cpu=True, device_free_bytes=0, stats=AGAIN),
         # A tier that answers, or that has not been filled yet.
-        with_stats(replace(FINE, host_capacity=GIB), tier_hits=100_000, tier_lines=10**6),
-        with_stats(replace(FINE, host_capacity=GIB), tier_lines=1000),
+        with_stats(replace(FINE, host_memory=GIB), tier_hits=100_000, tier_lines=10**6),
+        with_stats(replace(FINE, host_memory=GIB), tier_lines=1000),
         # Few calls, or calls of many rows.
         replace(FINE, calls=999, rows=999),
         replace(FINE, calls=5000, rows=40_000),
@@ -129,14 +129,14 @@ def test_nothing_is_advised_where_nothing_is_wrong(usage: Usage) -> None:
         ),
         (
             replace(FINE, o_direct=False, device_free_bytes=MIB, stats=AGAIN),
-            ('host_capacity="832 MiB"',),
+            ('host_memory="832 MiB"',),
         ),
         (
-            with_stats(replace(FINE, host_capacity=GIB // 4), tier_hits=100, tier_lines=200_000),
+            with_stats(replace(FINE, host_memory=GIB // 4), tier_hits=100, tier_lines=200_000),
             ("The host tier answered 0.0% of 262144 misses", "268435456"),
         ),
         (
-            with_stats(replace(FINE, host_capacity=GIB // 4, on_cpu=True), tier_hits=100_000),
+            with_stats(replace(FINE, host_memory=GIB // 4, on_cpu=True), tier_hits=100_000),
             ("100000 misses were answered by a host tier", 'cache="512 MiB"'),
         ),
         (
@@ -160,7 +160,9 @@ def test_advice_names_the_figure_and_the_way_out(usage: Usage, told: tuple[str, 
 def opened(folder: Path, columns: int, mib: int = 16, **options: Any) -> fw.Array:
     path = folder / "x.npy"
     np.save(path, np.zeros((mib * MIB // (8 * columns), columns), np.int64))
-    return fw.open(path, device="cpu", controller=fw.SoftwareController(commands=True), **options)
+    return fw.open(
+        path, device="cpu", controller=fw.nvme.SoftwareController(commands=True), **options
+    )
 
 
 def test_short_rows_that_are_copied_out_of_the_page_cache_are_advised_nothing(

@@ -1,4 +1,4 @@
-"""Arrays against numpy: every operation on tiny caches, over every storage and data path.
+"""Arrays against numpy: every operation on tiny caches, over every storage and route.
 
 Caches here are as small as they may be (down to one set of four lines), rings as shallow, and rows
 cross lines at every offset, so that eviction, write-back and waiting are the rule. All on the CPU
@@ -25,7 +25,7 @@ import flashwarp as fw
 from flashwarp import _native
 from flashwarp.array import rows
 from flashwarp.cache import miss_list, structs
-from flashwarp.errors import BoundsError, CacheError, DataPathError
+from flashwarp.errors import BoundsError, CacheError, RouteError
 from flashwarp.nvme import batches, queue_pair
 from flashwarp.storage import File, Memory, Replicated, Storage, Striped
 
@@ -125,7 +125,7 @@ def test_rows_of_every_width_cross_lines(tmp_path: Path, line: int, row_bytes: i
 def test_cache_and_ring_geometries(ways: int, sets: int, pairs: int, depth: int) -> None:
     reference = random_array((400, 11), np.int32)
     held = reference.copy()
-    controller = fw.SoftwareController(queue_pairs=pairs, depth=depth, data_path="bounce")
+    controller = fw.nvme.SoftwareController(queue_pairs=pairs, depth=depth, route="bounce")
     with (
         fw.Cache(sets * ways * 512, 512, ways, device="cpu") as small,
         fw.open(Memory(held), "r+", np.int32, (400, 11), cache=small, controller=controller) as x,
@@ -136,11 +136,11 @@ def test_cache_and_ring_geometries(ways: int, sets: int, pairs: int, depth: int)
 
 
 @pytest.mark.parametrize("o_direct", [True, False])
-@pytest.mark.parametrize("data_path", ["bounce", "direct"])
+@pytest.mark.parametrize("route", ["bounce", "direct"])
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("line", [512, 4096])
 def test_files_by_every_path(
-    tmp_path: Path, o_direct: bool, data_path: str, aligned: bool, line: int
+    tmp_path: Path, o_direct: bool, route: str, aligned: bool, line: int
 ) -> None:
     reference = random_array((257, 19), np.float64)
     path = tmp_path / "x.npy"
@@ -151,7 +151,7 @@ def test_files_by_every_path(
         np.save(path, reference)
     np.testing.assert_array_equal(np.load(path), reference)
     size = path.stat().st_size
-    controller = fw.SoftwareController(queue_pairs=1, depth=2, data_path=data_path)
+    controller = fw.nvme.SoftwareController(queue_pairs=1, depth=2, route=route)
     with fw.open(
         path,
         "r+",
@@ -160,7 +160,7 @@ def test_files_by_every_path(
         cache=4 * line,
         o_direct=o_direct,
         controller=controller,
-        strict=data_path,
+        strict=route,
     ) as x:
         churn(x, reference)
     assert path.stat().st_size == size
@@ -194,7 +194,7 @@ def _replicated(folder: Path, data: Reference) -> Storage:
     return Replicated(members)
 
 
-class ForAll(fw.SoftwareController):
+class ForAll(fw.nvme.SoftwareController):
     """Serves a striped or replicated storage as a whole: the host splits its commands."""
 
     serves_members = False
@@ -399,7 +399,7 @@ def test_rows_are_looked_ahead_for_only_where_the_storage_waits(tmp_path: Path) 
             line=512,
             cache="64 KiB",
             o_direct=o_direct,
-            controller=fw.SoftwareController(commands=True),
+            controller=fw.nvme.SoftwareController(commands=True),
         ) as x:
             assert x._attachment.launcher.look_ahead() > 0, "nothing is known before the first rows"
 
@@ -416,12 +416,12 @@ def test_prefetched_rows_come_without_another_call(tmp_path: Path) -> None:
         device="cpu",
         line=512,
         cache="256 KiB",
-        controller=fw.SoftwareController(commands=True),
+        controller=fw.nvme.SoftwareController(commands=True),
     ) as x:
         x.prefetch(slice(0, 32))
 
         end = time.monotonic() + 10
-        while x.controller.stats()["commands"]["read"] < 32:
+        while x.service.stats["commands"]["read"] < 32:
             assert time.monotonic() < end
             time.sleep(0.001)
 
@@ -459,15 +459,15 @@ def test_threads_share_an_array(numbers: tuple[fw.Array, Reference]) -> None:
     np.testing.assert_array_equal(x[:, 0], np.arange(300) % 3)
 
 
-@pytest.mark.parametrize("data_path", ["direct", "bounce"])
+@pytest.mark.parametrize("route", ["direct", "bounce"])
 @pytest.mark.parametrize("together", [False, True])
-def test_arrays_share_a_cache(tmp_path: Path, data_path: str, together: bool) -> None:
+def test_arrays_share_a_cache(tmp_path: Path, route: str, together: bool) -> None:
     references = [random_array((200, 30), np.int32, seed) for seed in (1, 2)]
     with fw.Cache(2048, 512, device="cpu") as shared:
         arrays = []
         for i, reference in enumerate(references):
             np.save(tmp_path / f"{i}.npy", reference)
-            controller = fw.SoftwareController(queue_pairs=1, depth=2, data_path=data_path)
+            controller = fw.nvme.SoftwareController(queue_pairs=1, depth=2, route=route)
             arrays.append(fw.open(tmp_path / f"{i}.npy", "r+", cache=shared, controller=controller))
         # Each one's dirty lines make room for the other's rows.
         if together:
@@ -524,7 +524,7 @@ def test_bytes_after_the_data_are_never_written(tmp_path: Path) -> None:
 
 def test_stats_add_up(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", random_array((256, 128), np.float32))  # a row is a line
-    controller = fw.SoftwareController(commands=True)
+    controller = fw.nvme.SoftwareController(commands=True)
     with fw.open(
         tmp_path / "x.npy", "r+", device="cpu", line=512, cache="256 KiB", controller=controller
     ) as x:
@@ -562,18 +562,18 @@ def test_explain_tells_the_path(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(10))
     with fw.open(tmp_path / "x.npy", device="cpu", o_direct=False) as x:
         told = x.explain()
-        assert told.path == "direct"
-        assert told.storage["path"] == str(tmp_path / "x.npy")
+        assert told.route == "direct"
+        assert told.facts["storage"]["path"] == str(tmp_path / "x.npy")
         text = str(told)
-        for word in ("data path", "storage", "engine", "cache", "device", "page cache"):
+        for word in ("route", "storage", "engine", "cache", "device", "page cache"):
             assert word in text
     with fw.open(Memory(4096), "r+", "u1", device="cpu") as x:
-        assert x.explain().path == "in_place"
+        assert x.explain().route == "in_place"
 
 
 def test_strict_refuses_another_path(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(10))
-    with pytest.raises(DataPathError, match="strict='bounce', but the data would go direct"):
+    with pytest.raises(RouteError, match="strict='bounce', but the data would go direct"):
         fw.open(tmp_path / "x.npy", device="cpu", strict="bounce")
 
 
@@ -654,8 +654,8 @@ def test_a_waiter_drains_every_queue(tmp_path: Path) -> None:
     content = np.arange(4096 * 1024, dtype=np.uint32).reshape(4096, 1024)
     np.save(tmp_path / "a.npy", content)
     index = np.random.default_rng(5).permutation(4096)
-    with fw.CpuDevice(4) as device:
-        controller = fw.SoftwareController(queue_pairs=8, depth=8)
+    with fw.device.CpuDevice(4) as device:
+        controller = fw.nvme.SoftwareController(queue_pairs=8, depth=8)
         path = tmp_path / "a.npy"
         with fw.open(path, device=device, cache="1 MiB", controller=controller) as x:
             for _ in range(4):
@@ -668,7 +668,7 @@ def test_array_explains_itself_after_its_storage_was_closed():
         x = fw.open(storage, "r+", "i4", device="cpu")
 
     with x:
-        assert x.explain().storage == {"closed": True}
+        assert x.explain().facts["storage"] == {"closed": True}
         assert x[3] == 0
 
 

@@ -173,7 +173,7 @@ class ArrayMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.device: fw.CpuDevice | None = None
+        self.device: fw.device.CpuDevice | None = None
         self.cache: fw.Cache | None = None
         self.arrays: list[Held] = []
         self.stored = 0
@@ -193,7 +193,7 @@ class ArrayMachine(RuleBasedStateMachine):
         sets: int,
         kinds: list[tuple[Any, tuple[int, ...]]],
     ) -> None:
-        self.device = fw.CpuDevice(threads)
+        self.device = fw.device.CpuDevice(threads)
         self.cache = fw.Cache(sets * ways * 512, 512, ways, device=self.device)
         for number, (kind, shape) in enumerate(kinds):
             content = values_of(np.dtype(kind), shape, number).tobytes()
@@ -209,8 +209,8 @@ class ArrayMachine(RuleBasedStateMachine):
             self.reopen(self.arrays[-1], data)
 
     def reopen(self, held: Held, data: st.DataObject) -> None:
-        path = data.draw(st.sampled_from(["bounce", "direct"]), label="data path")
-        controller = fw.SoftwareController(queue_pairs=1, depth=2, data_path=path)
+        path = data.draw(st.sampled_from(["bounce", "direct"]), label="route")
+        controller = fw.nvme.SoftwareController(queue_pairs=1, depth=2, route=path)
         held.array = fw.open(
             held.storage, "r+", held.kind, held.shape, cache=self.cache, controller=controller
         )

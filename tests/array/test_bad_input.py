@@ -308,26 +308,26 @@ def test_cache_of_more_frames_than_kernels_number_is_refused() -> None:
         {"depth": 3},
         {"depth": 1 << 16},
         {"threads": 0},
-        {"data_path": "teleport"},
+        {"route": "teleport"},
     ],
     ids=repr,
 )
 def test_controllers_that_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(options))):
-        fw.SoftwareController(**options)
+        fw.nvme.SoftwareController(**options)
 
 
 def test_mapped_path_of_a_file_on_the_cpu_without_a_lease(path: Path) -> None:
     with path.open("r+b"), pytest.raises(ArgumentError, match="a lease: there is no lease on it"):
-        fw.open(path, device="cpu", controller=fw.SoftwareController(data_path="in_place"))
+        fw.open(path, device="cpu", controller=fw.nvme.SoftwareController(route="in_place"))
 
 
 def test_controller_has_settings_and_no_storage(path: Path) -> None:
     for storage in (Memory(4096), File(path), Striped([path])):
         with pytest.raises(ArgumentError, match=r"give .* to flashwarp\.open"):
-            fw.SoftwareController(storage)  # type: ignore[arg-type]
+            fw.nvme.SoftwareController(storage)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="storage"):
-        fw.SoftwareController(storage=Memory(4096))  # type: ignore[call-arg]
+        fw.nvme.SoftwareController(storage=Memory(4096))  # type: ignore[call-arg]
 
 
 def test_members_that_do_not_fit(path: Path) -> None:
@@ -437,10 +437,10 @@ def test_close_while_others_read(path: Path) -> None:
 
 
 @pytest.mark.parametrize("o_direct", [False, True])
-@pytest.mark.parametrize("data_path", ["direct", "bounce"])
-def test_file_truncated_while_in_use(path: Path, o_direct: bool, data_path: str) -> None:
+@pytest.mark.parametrize("route", ["direct", "bounce"])
+def test_file_truncated_while_in_use(path: Path, o_direct: bool, route: str) -> None:
     whole = path.read_bytes()
-    controller = fw.SoftwareController(data_path=data_path)
+    controller = fw.nvme.SoftwareController(route=route)
     with fw.open(
         path, device="cpu", line=512, cache=2048, o_direct=o_direct, controller=controller
     ) as x:
@@ -604,7 +604,7 @@ def test_data_that_is_no_buffer_is_refused(data: object) -> None:
     with pytest.raises(ArgumentError, match="has its bytes as"):
         Memory(4096).write(0, data)
     with (
-        fw.CpuDevice(1) as device,
+        fw.device.CpuDevice(1) as device,
         device.allocate(64) as memory,
         pytest.raises(ArgumentError, match="has its bytes as"),
     ):

@@ -23,12 +23,12 @@ import pytest
 import flashwarp as fw
 from flashwarp.errors import (
     ArgumentError,
-    DataPathError,
     ExistingFileError,
     FlashwarpError,
     LockedError,
     MissingFileError,
     PathError,
+    RouteError,
     StorageError,
 )
 from flashwarp.storage import Memory, Striped
@@ -89,7 +89,7 @@ def test_overwrite_replaces(old: Path) -> None:
         x[1] = 7
         x.flush()
         assert x._attachment.storage.path == str(old)
-        assert x.explain().storage["path"] == str(old)
+        assert x.explain().facts["storage"]["path"] == str(old)
 
     np.testing.assert_array_equal(np.load(old), [[0, 0], [7, 7], [0, 0]])
     assert stat.S_IMODE(old.stat().st_mode) == 0o640
@@ -120,7 +120,7 @@ BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((), {"strict": "fast"}),
     ((), {"strict": "bounce"}),
     ((), {"line": 512, "cache": lambda: fw.Cache("1 MiB")}),
-    ((), {"controller": lambda: [fw.SoftwareController()]}),
+    ((), {"controller": lambda: [fw.nvme.SoftwareController()]}),
     ((), {"overwrite": "yes"}),
     ((), {"lock": None}),
 ]
@@ -160,8 +160,8 @@ def test_create_makes_one_file(old: Path) -> None:
     assert contents(old.parent) == before
 
 
-def test_data_path_is_checked_before_the_file_appears(old: Path) -> None:
-    with pytest.raises(DataPathError):
+def test_route_is_checked_before_the_file_appears(old: Path) -> None:
+    with pytest.raises(RouteError):
         create(old, strict="bounce", overwrite=True)
     np.testing.assert_array_equal(np.load(old), OLD)
 
@@ -324,7 +324,7 @@ def test_file_that_is_written_is_not_replaced(old: Path) -> None:
 
 def test_new_file_is_locked(tmp_path: Path) -> None:
     with create(tmp_path / "x.npy") as x:
-        assert x.explain().storage["lock"] == "held"
+        assert x.explain().facts["storage"]["lock"] == "held"
         with pytest.raises(LockedError):
             fw.open(tmp_path / "x.npy", "r+", device="cpu")
     fw.open(tmp_path / "x.npy", "r+", device="cpu").close()

@@ -67,7 +67,7 @@ def check_controllers_of_an_array_share_the_cores() -> None:
     with pytest.MonkeyPatch.context() as patch, device:
         patch.setattr(controller.config, "cores", lambda: 16)
         for count in (1, 4, 8, 16):
-            plans = [fw.SoftwareController(data_path="bounce") for _ in range(count)]
+            plans = [fw.nvme.SoftwareController(route="bounce") for _ in range(count)]
             members = [fw.storage.Memory(np.zeros(512, np.int64)) for _ in plans]
             with fw.open(
                 fw.storage.Striped(members, 4096),
@@ -77,7 +77,7 @@ def check_controllers_of_an_array_share_the_cores() -> None:
                 cache="64 KiB",
                 controller=ControllerGroup(plans),
             ) as x:
-                services = x.controller.services  # type: ignore[attr-defined]
+                services = x.service.services  # type: ignore[attr-defined]
                 threads[count] = {service.threads for service in services}
     assert threads == {1: {8}, 4: {2}, 8: {1}, 16: {1}}
 
@@ -96,12 +96,12 @@ def check_async_read_is_ordered_between_streams() -> None:
         assert fake().fake_waits(LANE, 1) == 1, "what the stream had queued comes before"
         assert not read.done()
         assert not read.cancel()
-        assert read.wait_on(1) is out
+        assert read.before(1) is out
         assert fake().fake_waits(1, LANE) == 1
         fake().fake_hold(0)
 
         assert read.result() is out
-        read.wait_on(1)
+        read.before(1)
         assert fake().fake_waits(1, LANE) == 1, "it is done"
 
 
@@ -111,7 +111,7 @@ def check_rows_for_the_host_are_copied_when_they_have_come() -> None:
         (call,) = calls_of(x)
         x.device.upload(call.rows.held.address, np.array([40, 50, 60]))
         with pytest.raises(ArgumentError, match="host memory"):
-            read.wait_on(1)
+            read.before(1)
         fake().fake_hold(0)
 
         assert read.result().tolist() == [40, 50, 60]
@@ -243,7 +243,7 @@ def check_operands_on_the_host_are_kept_for_a_stream() -> None:
         assert made == before[1] + 3 * 5, "none is lent twice"
         for _ in range(12):
             use()
-            x.synchronize()
+            x.wait()
         before = fake().fake_count(b"cuMemFree"), fake().fake_count(b"cuMemAlloc")
         for _ in range(20):
             use()
@@ -294,7 +294,7 @@ def check_async_reads_of_tensors_need_no_thread() -> None:
         assert not read.done()
         with pytest.raises(TimeoutError):
             read.result(0.01)
-        assert read.wait_on(1) is out
+        assert read.before(1) is out
         later = [x.gather_async(index, out) for _ in range(20)]
         fake().fake_hold(0)
         assert read.result(10) is out
@@ -333,7 +333,7 @@ def check_next_call_raises_the_failure_of_a_dropped_future() -> None:
     with open_array() as x:
         torch_on(1)
         index, out = tensor(x, 2), tensor(x, 2)
-        for use in (lambda: x.gather_async(index, out), x.check, x.synchronize, x.flush):
+        for use in (lambda: x.gather_async(index, out), x.check, x.wait, x.flush):
             fake().fake_hold(LANE)
             x.gather_async(index, out)
             (call,) = calls_of(x)
@@ -427,7 +427,7 @@ def check_call_whose_end_cannot_be_marked_is_not_lost() -> None:
         note(call.lane.volume.indices, 70, status=1)
         with pytest.raises(TimeoutError):
             read.result(0.05)
-        assert read.wait_on(1) is out
+        assert read.before(1) is out
         assert fake().fake_waits(1, lane) == 1
         fake().fake_hold(0)
 
@@ -519,7 +519,7 @@ def check_close_waits_for_a_call_whose_wait_was_interrupted() -> None:
         torch_on(1)
         index, out = tensor(x, 2), tensor(x, 2)
         for interrupted, wait in (
-            (lambda: x.gather(index, out=out), x.synchronize),
+            (lambda: x.gather(index, out=out), x.wait),
             (lambda: x.scatter(index, out), x.flush),
             (lambda: x.prefetch(index), x.close),
         ):
@@ -593,7 +593,7 @@ def check_stream_whose_wait_failed_is_waited_for_again() -> None:
         index, out = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
         x.gather(index, out=out, stream=OTHER)
         with capturing(OTHER):
-            for refused in (x.synchronize, x.flush, x.close):
+            for refused in (x.wait, x.flush, x.close):
                 with pytest.raises(CaptureError):
                     refused()
         fake().fake_hold(OTHER)
@@ -608,11 +608,11 @@ def check_captured_stream_does_not_wait_for_a_future() -> None:
         out = x.device.empty_array((1,), "i8")
         read = x.gather_async([1], out=out)
         with capturing(OTHER), pytest.raises(CaptureError, match="before the capture"):
-            read.wait_on(OTHER)
+            read.before(OTHER)
         fake().fake_hold(0)
         read.result()
         with capturing(OTHER):
-            assert read.wait_on(OTHER) is out, "it is done"
+            assert read.before(OTHER) is out, "it is done"
 
 
 def check_future_that_is_done_is_not_kept() -> None:
@@ -685,9 +685,9 @@ def check_calls_are_captured() -> None:
 
         assert fake().fake_host_nodes() == 3, "each wakes the controller"
         time.sleep(0.2)  # until its threads sleep
-        wakes = x.controller.stats()["wakes"]
+        wakes = x.service.stats["wakes"]
         fake().fake_replay()
-        assert x.controller.stats()["wakes"] > wakes
+        assert x.service.stats["wakes"] > wakes
         fake().fake_destroy_graphs()
 
 
@@ -735,8 +735,8 @@ def check_what_cannot_be_captured_says_so_and_leaves_the_capture() -> None:
                 lambda: x.gather(np.array([1, 2]), out=out, stream=OTHER),
                 lambda: x.scatter(index, np.zeros(2, "i8"), stream=OTHER),
                 lambda: x.gather_async(index, stream=OTHER),
-                lambda: x.synchronize(OTHER),
-                lambda: x.device.synchronize(OTHER),
+                lambda: x.wait(OTHER),
+                lambda: x.device.wait(OTHER),
             ):
                 with pytest.raises(CaptureError, match=r"captur|CUDA graph"):
                     refused()
@@ -846,7 +846,7 @@ def check_index_that_stopped_a_kernel_is_told() -> None:
             r"index 64,.* in memory of shape \(64,\), 64 elements, where it was stopped.*LAUNCH_F"
         )
         with pytest.raises(IndexError, match=told) as caught:
-            x.synchronize()
+            x.wait()
 
         assert isinstance(caught.value, BoundsError)
         assert isinstance(caught.value.__cause__, DeviceError)
@@ -863,7 +863,7 @@ def check_fault_without_a_record_stays_what_it_is() -> None:
         fake().fake_fault(LAUNCH_FAILED)
 
         with pytest.raises(DeviceError, match="LAUNCH_FAILED"):
-            x.synchronize()
+            x.wait()
         x.close()
         fake().fake_fault(0)
 

@@ -84,7 +84,7 @@ def check_long_ranges_are_copied_and_counted() -> None:
         told = x.explain()
         moved = (37 + 20 + 30 + 24) * WIDTH * 8
         assert x.stats.bytes_copied == x.stats.bytes_read == x.stats.bytes_used == moved
-        assert f"by copy engines from {1 << 20} bytes on" in told.ranges
+        assert f"by copy engines from {1 << 20} bytes on" in told.facts["ranges"]
         assert f"4 ranges of {moved} bytes" in str(told)
 
 
@@ -98,16 +98,16 @@ def check_warps_read_what_is_short_or_fits_the_cache() -> None:
     with opened(cache="2 MiB") as (x, _):
         assert x[0:40].shape == (40, WIDTH), "less than twice the cache"
         assert queued() == [GATHER]
-        assert f"from {2 * x.cache.capacity} bytes on" in x.explain().ranges
+        assert f"from {2 * x.cache.capacity} bytes on" in x.explain().facts["ranges"]
 
 
 def check_warps_read_what_copy_engines_cannot() -> None:
     parts = [fw.storage.Memory(half, writable=False) for half in np.split(values(), 2)]
     with opened(storage=fw.storage.Concatenated(parts)) as (x, _):
-        assert x.explain().path == "in_place"
+        assert x.explain().route == "in_place"
         assert x[:].shape == x.shape
         assert queued() == [GATHER]
-        assert "by warps, because the rows lie in several storages" in x.explain().ranges
+        assert "by warps, because the rows lie in several storages" in x.explain().facts["ranges"]
 
 
 def check_dirty_lines_are_written_before() -> None:
@@ -116,7 +116,7 @@ def check_dirty_lines_are_written_before() -> None:
         x.gather(slice(0, 20), out=first, stream=stream)
         x[0:20]
         assert queued() == [FLUSH, FLUSH]
-        x.synchronize()
+        x.wait()
 
 
 def check_a_flush_that_cannot_be_launched_fails_the_call() -> None:
@@ -142,7 +142,7 @@ def check_a_copy_comes_in_the_order_of_its_stream() -> None:
         assert not held(out).any()
 
         fake().fake_pend(0)
-        x.synchronize(stream)
+        x.wait(stream)
         np.testing.assert_array_equal(held(out), values()[7:27])
 
 
@@ -163,7 +163,7 @@ def check_a_graph_has_what_warps_read() -> None:
     with opened() as (x, stream):
         out = room(x, 20)
         x.gather(slice(0, 3), out=room(x, 3), stream=stream)
-        x.device.synchronize(stream)
+        x.device.wait(stream)
         before = fake().fake_count(b"cuMemcpyAsync")
         fake().fake_capture_begin(stream.handle)
         x.gather(slice(0, 20), out=out, stream=stream)
@@ -205,13 +205,13 @@ def leased() -> None:
     path = Path(os.environ["FLASHWARP_CACHE_DIR"]).parent / f"leased{os.getpid()}"
     values().tofile(path)
     with opened(storage=path) as (x, stream):
-        assert x.controller.leased
+        assert x.service.leased
         np.testing.assert_array_equal(x[1:47], values()[1:47])
         assert queued() == []
 
         x.gather(slice(0, 20), out=room(x, 20), stream=stream)
         assert queued() == [GATHER], "nothing could look at it again"
-        told = x.explain().ranges
+        told = x.explain().facts["ranges"]
         assert "on streams, by warps" in told, told
 
         finish, comes = Attachment.finish, threading.Event()
@@ -227,7 +227,7 @@ def leased() -> None:
         x[1:47]
         assert comes.is_set()
         assert queued() == [GATHER], "warps read it again"
-        assert "by warps, because" in x.explain().ranges
+        assert "by warps, because" in x.explain().facts["ranges"]
 
 
 def test_files_under_a_lease(environment: dict[str, str], tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def check_refused_launch_is_raised_and_forgets_the_stream() -> None:
         torch_on(1)
         index, out = tensor(x, 2), tensor(x, 2)
         x.gather(index, out, stream=1)
-        x.synchronize()
+        x.wait()
         before = set(x._attachment._streams)
         with failing("cuLaunchKernel", LAUNCH_REFUSED), pytest.raises(DeviceError, match="gather"):
             x.gather(index, out, stream=1)

@@ -62,7 +62,7 @@ def gpu() -> CudaDevice:
 def open_array(cache: str = "4 MiB", **options: Any) -> Iterator[fw.Array]:
     """Rows of 4 KiB through rings with buffers, so rounds of a quarter of the cache."""
     memory = fw.storage.Memory(np.zeros((ROWS, 512), np.int64))
-    settings = fw.SoftwareController(data_path="bounce", queue_pairs=4, **options)
+    settings = fw.nvme.SoftwareController(route="bounce", queue_pairs=4, **options)
     with (
         gpu() as device,
         fw.open(
@@ -205,7 +205,7 @@ def check_in_place_nothing_waits() -> None:
         fw.open(memory, "r+", "i8", (ROWS, 512), device=device, cache="4 MiB") as x,
     ):
         index, out = operands(x, 32)
-        assert x.controller.batches is None
+        assert x.service.batches is None
         with queued([GATHER]):
             x.gather(index, out=out, stream=OTHER)
 
@@ -214,7 +214,7 @@ def check_off_by_default() -> None:
     device = gpu()
     del os.environ["FLASHWARP_SPLIT_MISSES"]
     memory = fw.storage.Memory(np.zeros((ROWS, 512), np.int64))
-    settings = fw.SoftwareController(data_path="bounce")
+    settings = fw.nvme.SoftwareController(route="bounce")
     with (
         device,
         fw.open(
@@ -222,8 +222,8 @@ def check_off_by_default() -> None:
         ) as x,
     ):
         index, out = operands(x, 32)
-        assert x.controller.batches is None
-        assert x.controller.queues.batches is None  # type: ignore[attr-defined]
+        assert x.service.batches is None
+        assert x.service.queues.batches is None  # type: ignore[attr-defined]
         with queued([GATHER]):
             x.gather(index, out=out, stream=OTHER)
 

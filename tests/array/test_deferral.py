@@ -118,8 +118,8 @@ def test_setting_decides_in_place_of_the_storage(
     [
         ({}, True),  # in place without commands: unused until a lease breaks
         ({"commands": True}, False),
-        ({"data_path": "bounce"}, True),
-        ({"model": fw.SSDModel.named("P5800X")}, False),
+        ({"route": "bounce"}, True),
+        ({"model": fw.nvme.SSDModel.named("P5800X")}, False),
     ],
 )
 def test_storage_says_whether_a_few_warps_suffice(how: dict[str, Any], waits: bool) -> None:
@@ -129,7 +129,7 @@ def test_storage_says_whether_a_few_warps_suffice(how: dict[str, Any], waits: bo
         "i8",
         device="cpu",
         cache="64 KiB",
-        controller=fw.SoftwareController(**how),
+        controller=fw.nvme.SoftwareController(**how),
     ) as x:
         assert x._attachment.launcher.service.makes_warps_wait == waits
 

@@ -73,7 +73,7 @@ def test_child_opens_what_it_reads(path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"o_direct": True}, {"strict": "bounce"}, {"lock": False}])
 def test_child_opens_with_the_same_settings(path: Path, options: dict[str, object]) -> None:
-    bounces = fw.SoftwareController(data_path="bounce") if "strict" in options else None
+    bounces = fw.nvme.SoftwareController(route="bounce") if "strict" in options else None
     with fw.open(path, device="cpu", controller=bounces, **options) as x:
         assert in_child(lambda: (x[7].tolist(), x.strict)) == str((ROWS[7].tolist(), x.strict))
 

@@ -755,7 +755,7 @@ def test_neighbour_on_the_cache_closes_meanwhile(tmp_path: Path, storage: Faulty
 def test_stream_of_the_cpu_has_waited(x: fw.Array, storage: Faulty) -> None:
     storage.inject(HELD)
 
-    out = x.gather_async([64]).wait_on(0)
+    out = x.gather_async([64]).before(0)
 
     assert out.tolist() == [64]
     assert x.gather_async([64], stream=0).result() == [64]
@@ -786,7 +786,7 @@ def test_forked_child_cannot_wait(x: fw.Array, storage: Faulty) -> None:
                 pending.result,
                 pending.exception,
                 pending.cancel,
-                lambda: pending.wait_on(0),
+                lambda: pending.before(0),
                 lambda: x.gather_async([0]),
             ):
                 try:

@@ -315,7 +315,7 @@ def test_random_keys_select_and_store_what_numpy_does(
     monkeypatch.setenv("FLASHWARP_KEY_BYTES", key_bytes)
     counts: Counter[str] = Counter()
     print(f"FLASHWARP_INDEXING_SEED={SEED}")
-    with fw.CpuDevice(1) as device, fw.Cache(8 << 10, 512, 4, device=device) as cache:
+    with fw.device.CpuDevice(1) as device, fw.Cache(8 << 10, 512, 4, device=device) as cache:
         for number in range(max(1, KEYS // 3 // KEYS_EACH)):
             compared = Comparison(SEED * 10**6 + int(key_bytes) % 997 * 10**4 + number, cache)
             compared.run(KEYS_EACH)

@@ -228,7 +228,7 @@ TYPES = {
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request):
-    with fw.CpuDevice(2) if request.param == "cpu" else fw.CudaDevice(0) as found:
+    with fw.device.CpuDevice(2) if request.param == "cpu" else fw.device.CudaDevice(0) as found:
         yield found
 
 
@@ -266,7 +266,7 @@ def test_elements_of_every_type_are_loaded_and_stored(tmp_path, device, dtype):
         opened(tmp_path / "to.npy", device, np.zeros_like(data), "r+") as b,
     ):
         program["reverse"](a, b, warps=64)
-        b.synchronize()
+        b.wait()
         b.flush()
 
     assert (np.load(tmp_path / "to.npy") == data[::-1]).all()
@@ -278,7 +278,7 @@ def test_records_may_straddle_lines(tmp_path, device, program, o_direct, line):
 
     with opened(tmp_path / "a.npy", device, data, "r+", o_direct, line=line) as a:
         program["shift_triples"](a, 2.0, warps=32)
-        a.synchronize()
+        a.wait()
         a.flush()
 
     got = np.load(tmp_path / "a.npy")
@@ -294,7 +294,7 @@ def test_records_may_be_longer_than_a_line(tmp_path, device, program):
 
     with opened(tmp_path / "a.npy", device, data) as a:
         program["first_words"](a, sums, warps=4)
-        a.synchronize()
+        a.wait()
 
     assert (sums.copy_to_host() == words[:, 0] + words[:, 37] + words[:, 74]).all()
 
@@ -307,7 +307,7 @@ def test_two_axes_are_indexed_together(tmp_path, device, program):
         opened(tmp_path / "to.npy", device, np.zeros((177, 301), np.float32), "r+") as b,
     ):
         program["transpose"](a, b, warps=32)
-        b.synchronize()
+        b.wait()
         b.flush()
 
     assert (np.load(tmp_path / "to.npy") == data.T).all()
@@ -319,7 +319,7 @@ def test_three_axes_are_indexed_together(tmp_path, device, program):
 
     with opened(tmp_path / "a.npy", device, data) as a:
         program["middle"](a, out, warps=1)
-        a.synchronize()
+        a.wait()
 
     assert out.copy_to_host()[0] == data[1, 2, 3]
 
@@ -330,7 +330,7 @@ def test_a_range_meets_every_element_once(tmp_path, device, program, o_direct):
 
     with opened(tmp_path / "a.npy", device, data, o_direct=o_direct) as a:
         program["sum_range"](a, total, warps=8)
-        a.synchronize()
+        a.wait()
 
     assert total.copy_to_host()[0] == data.sum(dtype=np.uint64)
 
@@ -341,7 +341,7 @@ def test_a_range_visits_every_element_with_its_index(tmp_path, device, program, 
 
     with opened(tmp_path / "a.npy", device, data, o_direct=o_direct) as a:
         program["sum_each"](a, total, warps=8)
-        a.synchronize()
+        a.wait()
 
     expected = data.astype(np.uint64) + 3 * np.arange(data.size, dtype=np.uint64)
     assert total.copy_to_host()[0] == expected.sum()
@@ -365,7 +365,7 @@ def test_each_visits_every_element_once(tmp_path, device, program, kernel, dtype
 
     with opened(tmp_path / "a.npy", device, data) as a:
         program[kernel](a, begin, end, out, visits, warps=16)
-        a.synchronize()
+        a.wait()
 
     inside = (np.arange(data.size) >= begin) & (np.arange(data.size) < end)
     assert (visits.copy_to_host() == inside).all()
@@ -386,7 +386,7 @@ def test_a_range_visits_what_its_stride_says(
 
     with opened(tmp_path / "a.npy", device, data) as a:
         program["range_of_words"](a, begin, end, stride, at_most, out, visits, warps=1)
-        a.synchronize()
+        a.wait()
 
     wanted = np.arange(begin, end, stride)[:at_most]
     assert (np.flatnonzero(visits.copy_to_host()) == wanted).all()
@@ -406,7 +406,7 @@ def test_a_cursor_loads_several_elements(tmp_path, device, program, stride):
 
     with opened(tmp_path / "a.npy", device, data) as a:
         program["load_eight"](a, on_device(device, starts), 500, stride % 2**64, out, warps=8)
-        a.synchronize()
+        a.wait()
 
     indices = starts.astype(np.int64)[:, None] + stride * np.arange(8)
     np.testing.assert_array_equal(out.copy_to_host(), data[indices])
@@ -422,7 +422,7 @@ def test_a_cursor_refuses_elements_that_do_not_exist(tmp_path, device, program, 
         starts = on_device(device, np.array([start], np.uint64))
         program["load_eight"](a, starts, 1, stride % 2**64, out, warps=1)
         with pytest.raises(BoundsError):
-            a.synchronize()
+            a.wait()
 
     inside = {(start + stride * k) % 2**64: k for k in range(8)}
     assert all(
@@ -453,7 +453,7 @@ def test_warps_move_spans_of_any_alignment(tmp_path, device, program, o_direct):
             len(starts),
             warps=16,
         )
-        b.synchronize()
+        b.wait()
         b.flush()
 
     assert (buffer.copy_to_host() == data).all()
@@ -466,7 +466,7 @@ def test_blocks_read_into_shared_memory(tmp_path, device, program):
 
     with opened(tmp_path / "a.npy", device, data) as a:
         program["sum_by_blocks"](a, total, warps=32)
-        a.synchronize()
+        a.wait()
 
     assert total.copy_to_host()[0] == data.sum(dtype=np.uint64)
 
@@ -485,7 +485,7 @@ def test_no_addition_is_lost(tmp_path, device, program, kernel, dtype):
 
     with opened(tmp_path / "a.npy", device, np.zeros(2000, dtype), "r+", cache="4 KiB") as a:
         program[kernel](a, on_device(device, which), which.size, warps=32)
-        a.synchronize()
+        a.wait()
         a.flush()
 
     assert (np.load(tmp_path / "a.npy") == np.bincount(which, minlength=2000)).all()
@@ -501,7 +501,7 @@ def test_a_token_brings_its_elements(tmp_path, device, program, o_direct, length
 
     with opened(tmp_path / "a.npy", device, data, o_direct=o_direct) as a:
         program["read_blocks"](a, on_device(device, starts), 200, length, out, failures, warps=8)
-        a.synchronize()
+        a.wait()
 
     assert failures.copy_to_host()[0] == 0
     assert (out.copy_to_host() == data[starts[:, None].astype(int) + np.arange(length)]).all()
@@ -525,7 +525,7 @@ def test_a_token_takes_elements_to_the_storage(tmp_path, device, program, o_dire
             failures,
             warps=8,
         )
-        a.synchronize()
+        a.wait()
         a.flush()
 
     for start, block in zip(starts.astype(int), blocks, strict=True):
@@ -534,10 +534,10 @@ def test_a_token_takes_elements_to_the_storage(tmp_path, device, program, o_dire
     assert (np.load(tmp_path / "a.npy") == data).all()
 
 
-@pytest.mark.parametrize("data_path", ["bounce", "in_place", "direct"])
-def test_more_requests_than_queue_entries_do_not_stop_each_other(device, program, data_path):
+@pytest.mark.parametrize("route", ["bounce", "in_place", "direct"])
+def test_more_requests_than_queue_entries_do_not_stop_each_other(device, program, route):
     """The case of AGILE's Figure 1: each thread holds requests that no entry is free for."""
-    if data_path == "direct" and device.kind == "cuda":
+    if route == "direct" and device.kind == "cuda":
         pytest.skip("the host cannot write GPU memory")
     data = np.arange(1 << 18, dtype=np.uint32)
     warps, each = 64, 16
@@ -551,10 +551,10 @@ def test_more_requests_than_queue_entries_do_not_stop_each_other(device, program
         device=device,
         cache="64 KiB",
         line=512,
-        controller=fw.SoftwareController(queue_pairs=1, depth=2, data_path=data_path),
+        controller=fw.nvme.SoftwareController(queue_pairs=1, depth=2, route=route),
     ) as a:
         program["start_all_then_wait"](a, each, total, warps=warps)
-        a.synchronize()
+        a.wait()
 
     got = total.copy_to_host()[0]
     threads = 2 if device.kind == "cpu" else warps * 32
@@ -568,5 +568,5 @@ def test_a_kernel_that_leaves_its_tokens_leaks_nothing(tmp_path, device, program
     with opened(tmp_path / "a.npy", device, data, "r+", o_direct) as a:
         for _ in range(3):
             program["start_and_leave"](a, warps=16)
-            a.synchronize()
+            a.wait()
         assert (a[:] == data).all()

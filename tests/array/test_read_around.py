@@ -41,7 +41,7 @@ def test_gathers_larger_than_the_cache_leave_no_lines(
     tmp_path: Path, row_bytes: int, threads: int
 ) -> None:
     rows = saved(tmp_path, row_bytes)
-    with opened(tmp_path, rows, device=fw.CpuDevice(threads), cache=SMALLEST) as x:
+    with opened(tmp_path, rows, device=fw.device.CpuDevice(threads), cache=SMALLEST) as x:
         count = x.cache.capacity // row_bytes + 1
         index = np.random.default_rng(0).integers(-len(rows), len(rows), count)
         for _ in range(2):
@@ -60,7 +60,7 @@ def test_gathers_of_few_lines_fill_the_cache_without_commands(
     tmp_path: Path, row_bytes: int, threads: int
 ) -> None:
     rows = saved(tmp_path, row_bytes)
-    with opened(tmp_path, rows, device=fw.CpuDevice(threads), cache="4 MiB") as x:
+    with opened(tmp_path, rows, device=fw.device.CpuDevice(threads), cache="4 MiB") as x:
         count = MANY // (row_bytes // LINE + 3)
         index = np.random.default_rng(0).integers(-len(rows), len(rows), count)
         np.testing.assert_array_equal(x.gather(index), rows[index])
@@ -80,7 +80,7 @@ def test_gathers_of_many_lines_fill_one_of_a_batch(
     tmp_path: Path, row_bytes: int, threads: int
 ) -> None:
     rows = saved(tmp_path, row_bytes, 16 * LINE + MANY * row_bytes)
-    with opened(tmp_path, rows, device=fw.CpuDevice(threads), cache="16 MiB") as x:
+    with opened(tmp_path, rows, device=fw.device.CpuDevice(threads), cache="16 MiB") as x:
         index = np.random.default_rng(0).integers(-len(rows), len(rows), 2 * MANY)
         np.testing.assert_array_equal(x.gather(index), rows[index])
         cold = x.stats
@@ -112,7 +112,7 @@ def test_a_call_larger_than_the_cache_leaves_no_line(tmp_path: Path) -> None:
 
 def test_a_controller_with_commands_gets_one_for_each_line(tmp_path: Path) -> None:
     rows = saved(tmp_path, LINE)
-    with opened(tmp_path, rows, controller=fw.SoftwareController(commands=True)) as x:
+    with opened(tmp_path, rows, controller=fw.nvme.SoftwareController(commands=True)) as x:
         np.testing.assert_array_equal(x.gather(np.arange(100)), rows[:100])
 
         assert x.stats.commands == 100

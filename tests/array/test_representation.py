@@ -79,8 +79,8 @@ def test_table_says_how_the_data_moves(path: Path) -> None:
         x[...]
         table, explained, stats = table_of(x), x.explain(), x.stats
 
-        assert table["data path"].startswith(f"{explained.path}: ")
-        assert table["cache"] == explained.cache
+        assert table["route"].startswith(f"{explained.route}: ")
+        assert table["cache"] == explained.facts["cache"]
         assert table["hits"] == f"{stats.hits} ({stats.hit_rate:.1%})"
         assert table["misses"] == str(stats.misses)
         assert table["read"] == f"{stats.bytes_read} bytes in {stats.commands} commands"

@@ -34,7 +34,7 @@ def device() -> Iterator[CpuDevice]:
 
 
 @pytest.fixture(scope="module")
-def program(device: CpuDevice) -> fw.Program:
+def program(device: CpuDevice) -> fw.program.Program:
     return fw.compile(KERNELS, device)
 
 
@@ -55,21 +55,25 @@ def own(device: CpuDevice) -> Iterator[DeviceMemory]:
 
 
 def hazard(
-    program: fw.Program, name: str, x: fw.Array, table: fw.ShareTable, own: DeviceMemory
+    program: fw.program.Program,
+    name: str,
+    x: fw.Array,
+    table: fw.array.ShareTable,
+    own: DeviceMemory,
 ) -> npt.NDArray[np.uint64]:
     """Run a kernel of two threads; return what they have seen."""
     turn = np.zeros(1, np.uint32)
     seen = np.full(6, 999, np.uint64)
     program[name](x, table.kernel_handle, own, turn, seen, 1, warps=2)
-    x.synchronize()
+    x.wait()
     table.check()
     return seen
 
 
 def test_read_after_write_sees_the_owners_buffer(
-    program: fw.Program, x: fw.Array, own: DeviceMemory
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory
 ) -> None:
-    with fw.ShareTable(x) as table:
+    with fw.array.ShareTable(x) as table:
         seen = hazard(program, "read_after_write", x, table, own)
 
     assert seen[:5].tolist() == [SUCCESS, SUCCESS, SUCCESS, 100, SUCCESS]
@@ -77,9 +81,9 @@ def test_read_after_write_sees_the_owners_buffer(
 
 
 def test_write_after_read_leaves_the_read_its_old_value(
-    program: fw.Program, x: fw.Array, own: DeviceMemory
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory
 ) -> None:
-    with fw.ShareTable(x) as table:
+    with fw.array.ShareTable(x) as table:
         seen = hazard(program, "write_after_read", x, table, own)
 
     assert seen.tolist() == [SUCCESS, SUCCESS, 5, 100, SUCCESS, SUCCESS]
@@ -87,9 +91,9 @@ def test_write_after_read_leaves_the_read_its_old_value(
 
 
 def test_write_after_write_keeps_the_last_one(
-    program: fw.Program, x: fw.Array, own: DeviceMemory
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory
 ) -> None:
-    with fw.ShareTable(x) as table:
+    with fw.array.ShareTable(x) as table:
         seen = hazard(program, "write_after_write", x, table, own)
 
     assert sorted(seen[2:4].tolist()) == [0, 1], "one owner, one user"
@@ -98,9 +102,9 @@ def test_write_after_write_keeps_the_last_one(
 
 
 def test_readers_who_hold_nothing_look_into_the_table_first(
-    program: fw.Program, x: fw.Array, own: DeviceMemory
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory
 ) -> None:
-    with fw.ShareTable(x) as table:
+    with fw.array.ShareTable(x) as table:
         seen = hazard(program, "look_first", x, table, own)
 
     past_the_table, through_a_view, stored = seen[3:].tolist()
@@ -110,14 +114,14 @@ def test_readers_who_hold_nothing_look_into_the_table_first(
 
 @pytest.mark.parametrize("entries", [4, 8, 1024])
 def test_additions_of_many_threads_are_all_there(
-    program: fw.Program, x: fw.Array, own: DeviceMemory, entries: int
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory, entries: int
 ) -> None:
     rounds = 500
     full, failed = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
 
-    with fw.ShareTable(x, entries=entries) as table:
+    with fw.array.ShareTable(x, entries=entries) as table:
         program["add_everywhere"](x, table.kernel_handle, own, rounds, full, failed)
-        x.synchronize()
+        x.wait()
         table.check()
 
     expected = np.arange(LINES * LINE_WORDS, dtype=np.uint64)
@@ -130,10 +134,12 @@ def test_additions_of_many_threads_are_all_there(
     assert x.stats.write_backs > 0, "lines that had copies were evicted meanwhile"
 
 
-def test_full_table_is_a_status(program: fw.Program, x: fw.Array, own: DeviceMemory) -> None:
+def test_full_table_is_a_status(
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory
+) -> None:
     seen = np.zeros(9, np.uint64)
 
-    with fw.ShareTable(x, entries=1) as table:
+    with fw.array.ShareTable(x, entries=1) as table:
         program["fill_table"](x, table.kernel_handle, own, seen)
 
         assert table.entries == 4
@@ -143,22 +149,22 @@ def test_full_table_is_a_status(program: fw.Program, x: fw.Array, own: DeviceMem
 
 
 def test_buffers_that_cannot_be_copies_are_refused(
-    program: fw.Program, x: fw.Array, own: DeviceMemory
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory
 ) -> None:
     seen = np.full(5, 999, np.uint64)
 
-    with fw.ShareTable(x) as table:
+    with fw.array.ShareTable(x) as table:
         program["refusals"](x, table.kernel_handle, own, seen)
 
     assert seen.tolist() == [MISALIGNED, MISALIGNED, 0, SUCCESS, OUT_OF_RANGE]
     with pytest.raises(IndexError, match=str(LINES * LINE_WORDS)):
-        x.synchronize()
+        x.wait()
 
 
 def test_line_that_a_kernel_leaves_is_named(
-    program: fw.Program, x: fw.Array, own: DeviceMemory
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory
 ) -> None:
-    with fw.ShareTable(x) as table:
+    with fw.array.ShareTable(x) as table:
         program["leave"](x, table.kernel_handle, own, 2)
 
         with pytest.raises(ShareError, match=r"2 lines .*line 0 of .*modified, line 1 of ") as info:
@@ -170,8 +176,10 @@ def test_line_that_a_kernel_leaves_is_named(
     assert x[1] == 1, "what was stored to a line that was left is lost, as the error says"
 
 
-def test_many_lines_left_are_counted(program: fw.Program, x: fw.Array, own: DeviceMemory) -> None:
-    table = fw.ShareTable(x.cache)
+def test_many_lines_left_are_counted(
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory
+) -> None:
+    table = fw.array.ShareTable(x.cache)
     program["leave"](x, table.kernel_handle, own, LINES)
 
     with pytest.raises(ShareError, match=r"9 lines.*line 3 of the cache, 5 more"):
@@ -182,11 +190,11 @@ def test_many_lines_left_are_counted(program: fw.Program, x: fw.Array, own: Devi
 
 
 def test_discard_gives_up_what_was_stored(
-    program: fw.Program, x: fw.Array, own: DeviceMemory
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory
 ) -> None:
     seen = np.full(5, 999, np.uint64)
 
-    with fw.ShareTable(x) as table:
+    with fw.array.ShareTable(x) as table:
         program["change"](x, table.kernel_handle, own, 100, 0, seen)
 
     assert seen[:2].tolist() == [SUCCESS, SUCCESS]
@@ -194,7 +202,10 @@ def test_discard_gives_up_what_was_stored(
 
 
 def test_owner_that_waits_for_ever_is_told_and_keeps_the_line(
-    program: fw.Program, device: CpuDevice, own: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+    program: fw.program.Program,
+    device: CpuDevice,
+    own: DeviceMemory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.2")
     seen = np.full(5, 999, np.uint64)
@@ -202,12 +213,12 @@ def test_owner_that_waits_for_ever_is_told_and_keeps_the_line(
     storage = fw.storage.Memory(data)
     with (
         fw.open(storage, "r+", np.uint64, data.shape, device=device) as x,
-        fw.ShareTable(x) as table,
+        fw.array.ShareTable(x) as table,
     ):
         program["wait_for_itself"](x, table.kernel_handle, own, seen)
 
         with pytest.raises(ShareError, match=r"waited 0.2 s .* bytes 0\.\. of the array"):
-            x.synchronize()
+            x.wait()
         table.check()
         assert seen.tolist() == [LATER, TIMED_OUT, 1, SUCCESS, SUCCESS]
         assert x[5] == 100
@@ -220,32 +231,32 @@ def faulty(path: Path, device: CpuDevice, faults: str) -> fw.Array:
 
 
 def test_failed_read_leaves_no_entry(
-    program: fw.Program, tmp_path: Path, device: CpuDevice, own: DeviceMemory
+    program: fw.program.Program, tmp_path: Path, device: CpuDevice, own: DeviceMemory
 ) -> None:
     seen = np.full(5, 999, np.uint64)
-    with faulty(tmp_path / "x.bin", device, "read eio") as x, fw.ShareTable(x) as table:
+    with faulty(tmp_path / "x.bin", device, "read eio") as x, fw.array.ShareTable(x) as table:
         program["change"](x, table.kernel_handle, own, 100, 1, seen)
 
         with pytest.raises(StorageError, match="a kernel"):
-            x.synchronize()
+            x.wait()
 
         assert seen[0] == 0x281
         table.check()
 
 
 def test_copy_that_cannot_be_written_back_stays_with_its_owner(
-    program: fw.Program, tmp_path: Path, device: CpuDevice, own: DeviceMemory
+    program: fw.program.Program, tmp_path: Path, device: CpuDevice, own: DeviceMemory
 ) -> None:
     seen = np.full(5, 999, np.uint64)
     x = faulty(tmp_path / "x.bin", device, "write eio")
     # All frames of the one set hold lines that cannot be written, and the copy's line is none of
     # them: there is no room for it in the cache.
-    with fw.ShareTable(x) as table:
+    with fw.array.ShareTable(x) as table:
         crowd = device.allocate(4 * LINE_WORDS * 8)
         program_of_stores(device)["crowd"](x, table.kernel_handle, own, crowd, seen)
 
         with pytest.raises(StorageError, match="a kernel"):
-            x.synchronize()
+            x.wait()
         table.check()
         crowd.close()
     with pytest.raises(StorageError):
@@ -257,7 +268,7 @@ def test_copy_that_cannot_be_written_back_stays_with_its_owner(
     assert seen[4] == SUCCESS, "until its owner gives it up"
 
 
-def program_of_stores(device: CpuDevice) -> fw.Program:
+def program_of_stores(device: CpuDevice) -> fw.program.Program:
     return fw.compile(
         """
 #include "flashwarp/array/shared.cuh"
@@ -311,7 +322,7 @@ def test_without_the_table_the_same_source_is_plain_accesses(device: CpuDevice) 
 
     with fw.open(fw.storage.Memory(data.copy()), "r+", "f4", (3000,), device=device) as x:
         program["scale"](x, bytes(ShareTableStruct()), None, 3000)
-        x.synchronize()
+        x.wait()
         np.testing.assert_array_equal(x[:], data * 2)
 
 
@@ -351,21 +362,21 @@ def test_struct_is_that_of_the_header() -> None:
 
 def test_wrong_arguments_are_refused(x: fw.Array) -> None:
     with pytest.raises(ArgumentError, match="entries=0"):
-        fw.ShareTable(x, entries=0)
+        fw.array.ShareTable(x, entries=0)
     with pytest.raises(ArgumentError, match=str(ENTRIES_MAX)):
-        fw.ShareTable(x, entries=ENTRIES_MAX + 1)
+        fw.array.ShareTable(x, entries=ENTRIES_MAX + 1)
     with pytest.raises(ArgumentError, match="an Array or a Cache"):
-        fw.ShareTable(np.zeros(3))  # type: ignore[arg-type]
+        fw.array.ShareTable(np.zeros(3))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("asked", "got"), [(1, 4), (4, 4), (5, 8), (1000, 1024), (1025, 2048)])
 def test_room_is_rounded_up(x: fw.Array, asked: int, got: int) -> None:
-    with fw.ShareTable(x, entries=asked) as table:
+    with fw.array.ShareTable(x, entries=asked) as table:
         assert table.entries == got
 
 
 def test_closed_table_says_so(x: fw.Array) -> None:
-    table = fw.ShareTable(x)
+    table = fw.array.ShareTable(x)
     table.close()
 
     with pytest.raises(ClosedError):
@@ -376,14 +387,14 @@ def test_closed_table_says_so(x: fw.Array) -> None:
 
 
 def test_table_that_is_lost_warns(x: fw.Array) -> None:
-    table = fw.ShareTable(x)
+    table = fw.array.ShareTable(x)
 
     with pytest.warns(ResourceWarning, match="was not closed"):
         del table
 
 
 def test_forked_child_leaves_the_table_to_its_parent(x: fw.Array) -> None:
-    with fw.ShareTable(x) as table:
+    with fw.array.ShareTable(x) as table:
         child = os.fork()
         if child == 0:
             table.close()

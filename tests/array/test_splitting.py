@@ -41,7 +41,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
 
 def outstanding(x: fw.Array) -> int:
     """Commands of batches that are not completed; counts what was submitted, too."""
-    batches = x.controller.batches
+    batches = x.service.batches
     assert batches is not None
     submitted = completed = 0
     for i in range(batches.count):
@@ -54,15 +54,15 @@ def outstanding(x: fw.Array) -> int:
 
 
 WAYS = {
-    "bounce": {"data_path": "bounce"},
-    "direct": {"data_path": "direct", "commands": True},
-    "short rings": {"data_path": "bounce", "queue_pairs": 3, "depth": 32},
+    "bounce": {"route": "bounce"},
+    "direct": {"route": "direct", "commands": True},
+    "short rings": {"route": "bounce", "queue_pairs": 3, "depth": 32},
 }
 
 
 @pytest.fixture(params=WAYS)
-def controller(request: pytest.FixtureRequest) -> fw.SoftwareController:
-    return fw.SoftwareController(**WAYS[request.param])  # type: ignore[arg-type]
+def controller(request: pytest.FixtureRequest) -> fw.nvme.SoftwareController:
+    return fw.nvme.SoftwareController(**WAYS[request.param])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("cache", ["1 MiB", "16 MiB"])
@@ -158,7 +158,7 @@ def test_failures_are_raised_and_later_calls_work(table: Any, controller: Any) -
 
 def test_fault_that_only_the_submission_met_is_not_raised(table: Any) -> None:
     path, content = table
-    settings = fw.SoftwareController(data_path="bounce")
+    settings = fw.nvme.SoftwareController(route="bounce")
     with (
         fw.storage.File(path, offset=128) as file,
         fw.open(
@@ -200,7 +200,7 @@ def test_two_arrays_share_a_cache(tmp_path: Path, table: Any, controller: Any) -
 
 def test_what_cannot_be_split_says_why(table: Any) -> None:
     path, content = table
-    settings = fw.SoftwareController(data_path="bounce", queue_pairs=1, depth=2)
+    settings = fw.nvme.SoftwareController(route="bounce", queue_pairs=1, depth=2)
     with fw.open(path, device="cpu", cache="1 MiB", controller=settings) as x:
         found = x._attachment.launcher.splitting
         assert not found.on()
@@ -216,10 +216,10 @@ def test_explanation_says_that_misses_are_split(table: Any, controller: Any) -> 
 
 def test_nothing_is_split_by_default(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHWARP_SPLIT_MISSES")
-    settings = fw.SoftwareController(data_path="bounce")
+    settings = fw.nvme.SoftwareController(route="bounce")
     with fw.open(table[0], device="cpu", cache="1 MiB", controller=settings) as x:
         assert not x._attachment.launcher.splitting.on()
-        assert x.controller.batches is None
+        assert x.service.batches is None
         assert "misses" not in x.explain().reason
 
 

@@ -32,7 +32,7 @@ FW_KERNEL put(fw::array<int64_t> data, const int64_t* idx, uint64_t n, int64_t v
 
 
 @pytest.fixture(scope="module")
-def program() -> fw.Program:
+def program() -> fw.program.Program:
     return fw.compile(SOURCE, device="cpu")
 
 
@@ -48,30 +48,30 @@ def x(storage: Faulty) -> Iterator[fw.Array]:
         yield opened
 
 
-def add_up(program: fw.Program, x: fw.Array, idx: list[int]) -> int:
+def add_up(program: fw.program.Program, x: fw.Array, idx: list[int]) -> int:
     total = np.zeros(1, np.int64)
     program["add_up"](x, np.array(idx, np.int64), len(idx), total, warps=1)
     return int(total[0])
 
 
 def test_stray_loads_read_zero_and_are_raised_with_their_number(
-    program: fw.Program, x: fw.Array, storage: Faulty
+    program: fw.program.Program, x: fw.Array, storage: Faulty
 ) -> None:
     assert add_up(program, x, [5, 1000, 7, 1 << 40, -1]) == 12
 
     with pytest.raises(BoundsError) as caught:
-        x.synchronize()
+        x.wait()
 
     told = str(caught.value)
     assert f"index 1000, which is out of bounds for the array {storage.path}" in told
     assert "shape (100, 10), 1000 elements, the first of 3 such" in told
-    x.synchronize()  # once
+    x.wait()  # once
     assert add_up(program, x, [-2]) == 0
     with pytest.raises(BoundsError, match=r"index -2,.*the first of 1 such"):
-        x.synchronize()
+        x.wait()
 
 
-def test_stray_stores_change_nothing(program: fw.Program, x: fw.Array) -> None:
+def test_stray_stores_change_nothing(program: fw.program.Program, x: fw.Array) -> None:
     program["put"](x, np.array([3, 1000, -1]), 3, 77, warps=1)
 
     with pytest.raises(IndexError, match="first of 2 such"):
@@ -83,7 +83,7 @@ def test_stray_stores_change_nothing(program: fw.Program, x: fw.Array) -> None:
 
 
 def test_stray_index_that_nobody_waited_for_is_raised_by_close(
-    program: fw.Program, storage: Faulty
+    program: fw.program.Program, storage: Faulty
 ) -> None:
     x = fw.open(storage, "r+", "i8", device="cpu")
     add_up(program, x, [2000])
@@ -95,41 +95,45 @@ def test_stray_index_that_nobody_waited_for_is_raised_by_close(
 
 
 def test_stray_index_beside_a_failed_transfer(
-    program: fw.Program, x: fw.Array, storage: Faulty
+    program: fw.program.Program, x: fw.Array, storage: Faulty
 ) -> None:
     storage.inject("read eio")
 
     add_up(program, x, [1, 5000])
 
     with pytest.raises(StorageError) as caught:
-        x.synchronize()
+        x.wait()
     assert "index 5000" in caught.value.__notes__[0]
     storage.heal()
     assert add_up(program, x, [1]) == 1
-    x.synchronize()
+    x.wait()
 
 
-def test_stray_index_is_of_its_array(program: fw.Program, x: fw.Array, tmp_path: Path) -> None:
+def test_stray_index_is_of_its_array(
+    program: fw.program.Program, x: fw.Array, tmp_path: Path
+) -> None:
     np.arange(10).tofile(tmp_path / "g")
     with fw.open(tmp_path / "g", dtype="i8", cache=x.cache) as y:
         add_up(program, y, [10])
 
-        x.synchronize()
+        x.wait()
         with pytest.raises(BoundsError, match=r"/g of shape \(10,\)"):
-            y.synchronize()
+            y.wait()
 
 
-def test_stray_index_is_not_of_an_asynchronous_call(program: fw.Program, x: fw.Array) -> None:
+def test_stray_index_is_not_of_an_asynchronous_call(
+    program: fw.program.Program, x: fw.Array
+) -> None:
     add_up(program, x, [1000])
 
     with pytest.raises(BoundsError, match="index 1000"):
         x.gather_async([1])  # the next call raises it, and no future does
     assert (x.gather_async([1]).result() == np.arange(10, 20)).all()
-    x.synchronize()
+    x.wait()
 
 
 def test_nothing_that_is_noted_while_somebody_reads_gets_lost(
-    program: fw.Program, x: fw.Array
+    program: fw.program.Program, x: fw.Array
 ) -> None:
     """The host cleared the record after it had read it: what came in between was gone."""
     each, rounds = 20_000, 0
@@ -165,7 +169,7 @@ def test_nothing_that_is_noted_while_somebody_reads_gets_lost(
 
 
 def test_failure_that_comes_while_another_is_read_is_told_next(
-    program: fw.Program, x: fw.Array, storage: Faulty, monkeypatch: pytest.MonkeyPatch
+    program: fw.program.Program, x: fw.Array, storage: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It found the record taken, and what it should have read passed as zeros."""
     storage.inject("read eio")
@@ -181,11 +185,11 @@ def test_failure_that_comes_while_another_is_read_is_told_next(
         monkeypatch.setattr(x.device, name, meanwhile)
 
     with pytest.raises(StorageError, match="at offset 0 ") as caught:
-        x.synchronize()
+        x.wait()
     assert "index 1000" in caught.value.__notes__[0], "indices are read after commands"
     with pytest.raises(StorageError, match="at offset 3584 "):
-        x.synchronize()
-    x.synchronize()  # once
+        x.wait()
+    x.wait()  # once
 
 
 def test_failures_after_the_first_are_told_too(x: fw.Array, storage: Faulty) -> None:

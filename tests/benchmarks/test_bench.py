@@ -178,10 +178,10 @@ def test_sums_of_arrays_are_those_of_plain_memory(tmp_path, random):
                 seed=5,
                 random=random,
             )
-            array.controller.wake()
-            uses = array.controller.natives
+            array.service.wake()
+            uses = array.service.natives
             device.run_kernel(kernels[kernel], [bytes(params)], warps=4, uses=uses)
-            array.synchronize()
+            array.wait()
             sums.append(int(total[0]))
 
     assert sums[0] == sums[1]

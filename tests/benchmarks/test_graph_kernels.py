@@ -27,7 +27,7 @@ def program():
 @pytest.fixture(scope="module")
 def alone():
     """One thread: of several, one that is kept waiting finds lines gone that it asked for ahead."""
-    device = fw.CpuDevice(1)
+    device = fw.device.CpuDevice(1)
     return device, fw.compile(KERNELS, device, debug=True)
 
 
@@ -117,7 +117,7 @@ def test_lists_in_memory_that_nobody_writes_are_read_in_place_by_default(alone, 
 
 def test_nothing_is_in_place_where_it_may_be_written_or_a_drive_is_modelled(kron):
     held = kron.in_memory()
-    model = fw.SoftwareController(model="P5800X")
+    model = fw.nvme.SoftwareController(model="P5800X")
     for writable, controller in ((True, None), (False, model)):
         storage = fw.storage.Memory(held, writable=writable)
         with (

@@ -68,7 +68,7 @@ def test_launch_moves_every_block_of_every_drive(write: bool, depth: int, window
 
         assert drives.right(load, commands)
         for number, controller in enumerate(drives.controllers):
-            stats = controller.stats()
+            stats = controller.stats
             assert stats["commands"]["write" if write else "read"] == commands
             assert stats["held"] == commands
             written = namespaces.words_of(number, 1 << 19, 1 << 19)

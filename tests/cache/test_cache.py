@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_cache_takes_the_device_of_its_first_array(path: Path) -> None:
-    device = fw.CpuDevice(1)
+    device = fw.device.CpuDevice(1)
     with fw.Cache("64 KiB", line=512, policy="lru") as cache:
         assert cache.capacity == 64 * 1024 - 4 * 512
         assert "device=None" in repr(cache)
@@ -66,7 +66,7 @@ def test_names_that_no_cache_has_are_attribute_errors() -> None:
 
 
 def test_an_array_on_another_device_is_refused(path: Path) -> None:
-    one, other = fw.CpuDevice(1), fw.CpuDevice(1)
+    one, other = fw.device.CpuDevice(1), fw.device.CpuDevice(1)
     with fw.Cache("64 KiB", device=one) as cache:
         with pytest.raises(ArgumentError, match="the cache is on"):
             fw.open(path, device=other, cache=cache)
@@ -94,12 +94,12 @@ def test_a_failed_open_leaves_the_cache_usable(path: Path, tmp_path: Path) -> No
     with fw.Cache("64 KiB") as cache:
         with pytest.raises(FileNotFoundError):
             fw.open(tmp_path / "absent.npy", device="cpu", cache=cache)
-        with fw.open(path, device=fw.CpuDevice(1), cache=cache) as x:
+        with fw.open(path, device=fw.device.CpuDevice(1), cache=cache) as x:
             assert x[7, 7] == CONTENT[7, 7]
 
 
 def test_arrays_that_open_at_once_share_one_memory(path: Path) -> None:
-    device = fw.CpuDevice(1)
+    device = fw.device.CpuDevice(1)
     cache = fw.Cache("auto")
     opened: list[fw.Array] = []
     start = threading.Barrier(4)
@@ -122,7 +122,7 @@ def test_arrays_that_open_at_once_share_one_memory(path: Path) -> None:
 
 
 def test_a_cache_that_nobody_holds_is_freed_with_its_array(path: Path) -> None:
-    with fw.CpuDevice(1) as device:
+    with fw.device.CpuDevice(1) as device:
         x = fw.open(path, device=device, cache=fw.Cache("1 MiB", policy="fifo"))
         assert len(device.carries) == 1
         x.close()
@@ -132,8 +132,8 @@ def test_a_cache_that_nobody_holds_is_freed_with_its_array(path: Path) -> None:
 
 
 def test_a_cache_made_in_the_call_gives_its_memory_back_when_its_array_closes(path: Path) -> None:
-    with fw.CpuDevice(1) as device:
-        x = fw.open(path, device=device, cache=fw.Cache("1 MiB", host_capacity="1 MiB"))
+    with fw.device.CpuDevice(1) as device:
+        x = fw.open(path, device=device, cache=fw.Cache("1 MiB", host_memory="1 MiB"))
         assert (x[...] == CONTENT).all()
         assert len(device._owned) > 0
 
@@ -149,7 +149,7 @@ def test_a_cache_made_in_the_call_gives_its_memory_back_when_its_array_closes(pa
 @pytest.mark.parametrize("capacity", ["64 KiB", "auto"])
 def test_a_cache_that_gave_its_memory_back_serves_the_next_array(path: Path, capacity: str) -> None:
     cache = fw.Cache(capacity, line=512)
-    for device in (fw.CpuDevice(1), fw.CpuDevice(2)):
+    for device in (fw.device.CpuDevice(1), fw.device.CpuDevice(2)):
         with fw.open(path, device=device, cache=cache) as x, fw.open(path, cache=cache) as y:
             assert x.cache.device is y.device is device
             assert (x[...] == CONTENT).all()
@@ -173,7 +173,7 @@ def test_refusals_are_counted_across_memories(path: Path) -> None:
 
 @pytest.mark.parametrize("made", ["with", "device"])
 def test_a_cache_that_its_user_keeps_has_one_memory_for_all_arrays(path: Path, made: str) -> None:
-    device = fw.CpuDevice(1)
+    device = fw.device.CpuDevice(1)
     cache = fw.Cache("64 KiB", device=device if made == "device" else None)
     with cache:
         addresses = set()
@@ -186,9 +186,9 @@ def test_a_cache_that_its_user_keeps_has_one_memory_for_all_arrays(path: Path, m
 
 
 def test_a_share_table_keeps_the_memory_of_its_cache(path: Path) -> None:
-    device, cache = fw.CpuDevice(1), fw.Cache("64 KiB")
+    device, cache = fw.device.CpuDevice(1), fw.Cache("64 KiB")
     with fw.open(path, device=device, cache=cache) as x:
-        table = fw.ShareTable(x)
+        table = fw.array.ShareTable(x)
     assert cache.device is device
 
     table.close()
@@ -199,7 +199,7 @@ def test_a_share_table_keeps_the_memory_of_its_cache(path: Path) -> None:
 def test_a_failed_open_gives_back_what_it_bound(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, cache = fw.CpuDevice(1), fw.Cache("64 KiB")
+    device, cache = fw.device.CpuDevice(1), fw.Cache("64 KiB")
 
     def refuse() -> None:
         raise DeviceError("no stream")
@@ -215,7 +215,7 @@ def test_a_failed_open_gives_back_what_it_bound(
 
 
 def test_threads_that_open_and_close_never_find_a_cache_without_memory(path: Path) -> None:
-    device, cache = fw.CpuDevice(1), fw.Cache("64 KiB")
+    device, cache = fw.device.CpuDevice(1), fw.Cache("64 KiB")
     failures: list[BaseException] = []
 
     def use() -> None:
@@ -237,29 +237,29 @@ def test_threads_that_open_and_close_never_find_a_cache_without_memory(path: Pat
 
 
 def test_a_pickled_array_has_a_cache_of_the_same_kind(path: Path) -> None:
-    cache = fw.Cache("64 KiB", line=512, ways=8, policy="s3_fifo", host_capacity="128 KiB")
+    cache = fw.Cache("64 KiB", line=512, ways=8, policy="s3_fifo", host_memory="128 KiB")
     with fw.open(path, device="cpu", cache=cache) as x:
         sent = pickle.dumps(x)
-        capacity, host_capacity = cache.capacity, cache.host_capacity
+        capacity, host_memory = cache.capacity, cache.host_memory
 
     got = pickle.loads(sent)
     with got:
         assert (got[40:44] == CONTENT[40:44]).all()
         mine = got.cache
         assert (mine.line_bytes, mine.ways, mine.policy.name) == (512, 8, "s3_fifo")
-        assert (mine.capacity, mine.host_capacity) == (capacity, host_capacity)
+        assert (mine.capacity, mine.host_memory) == (capacity, host_memory)
     assert mine.closed, "nobody else can close it"
 
 
 def test_a_closed_array_is_pickled_with_a_cache_that_has_no_memory_any_more(path: Path) -> None:
-    cache = fw.Cache("auto", policy="lru", host_capacity="128 KiB")
+    cache = fw.Cache("auto", policy="lru", host_memory="128 KiB")
     with fw.open(path, device="cpu", cache=cache) as x:
         x.gather(np.arange(3))
 
     with pickle.loads(pickle.dumps(x)) as got:
         assert (got[40:44] == CONTENT[40:44]).all()
         assert got.cache.policy.name == "lru"
-        assert got.cache.host_capacity > 0
+        assert got.cache.host_memory > 0
 
 
 # Storages, by the same door.

@@ -22,8 +22,8 @@ LINE = 512
 WAYS = 4
 
 
-def plan(path: str = "bounce") -> fw.SoftwareController:
-    return fw.SoftwareController(queue_pairs=2, depth=4, data_path=path)
+def plan(path: str = "bounce") -> fw.nvme.SoftwareController:
+    return fw.nvme.SoftwareController(queue_pairs=2, depth=4, route=path)
 
 
 def counted(lines: int) -> Memory:
@@ -46,14 +46,14 @@ def opened(
     **more: Any,
 ) -> fw.Array:
     """An array with one set of frames, and so many lines below them; one thread unless told."""
-    options = {"device": fw.CpuDevice(1), **more}
+    options = {"device": fw.device.CpuDevice(1), **more}
     capacity, policy = options.pop("cache", WAYS * LINE), options.pop("policy", "clock")
     return fw.open(
         storage,
         "r+",
         dtype,
         shape,
-        cache=fw.Cache(capacity, LINE, policy=policy, host_capacity=tier * LINE),
+        cache=fw.Cache(capacity, LINE, policy=policy, host_memory=tier * LINE),
         controller=plan(path),
         **options,
     )
@@ -61,7 +61,7 @@ def opened(
 
 def small_cache(device: Any = "cpu") -> fw.Cache:
     """One set of frames and 64 lines below them, for arrays to share."""
-    return fw.Cache(WAYS * LINE, line=LINE, device=device, host_capacity=64 * LINE)
+    return fw.Cache(WAYS * LINE, line=LINE, device=device, host_memory=64 * LINE)
 
 
 def read_lines(x: fw.Array, *lines: int) -> None:
@@ -180,7 +180,7 @@ def test_a_storage_that_hangs_leaves_nothing_in_the_tier(
 ) -> None:
     monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.3")
     (tmp_path / "x").write_bytes(bytes([9]) * 32 * LINE)
-    with small_cache(fw.CpuDevice(1)) as cache:
+    with small_cache(fw.device.CpuDevice(1)) as cache:
         stuck = Faulty(File(tmp_path / "x"))
         x = fw.open(stuck, "r", "u1", cache=cache, controller=plan())
         assert (x[: 16 * LINE] == 9).all()
@@ -213,13 +213,13 @@ def test_mapped_lines_stay_out() -> None:
         for _ in range(2):
             read_lines(mapped, *range(32))
             read_lines(other, *range(32))
-        assert mapped.explain().path == "in_place"
+        assert mapped.explain().route == "in_place"
         assert mapped.stats.tier_hits == 0
         # Whoever evicts counts: lines of the other array left at its own reads and at ours.
         assert other.stats.tier_hits > 0
         assert "do not enter its host memory" in str(mapped.explain())
         assert "do not enter" not in str(other.explain())
-        assert "host_capacity=32768" in str(other.explain())
+        assert "host_memory=32768" in str(other.explain())
         other.close()
         mapped.drop_cache()
         mapped.close()
@@ -235,9 +235,9 @@ def test_any_operations_through_any_tier(data: st.DataObject) -> None:
     replicas = data.draw(st.sampled_from([1, 1, 2]))
     content = [np.random.default_rng(n).integers(1, 255, 9000, dtype=np.uint8) for n in range(2)]
     with contextlib.ExitStack() as stack:
-        capacity, host_capacity = sets * WAYS * LINE, sets * tier * LINE
+        capacity, host_memory = sets * WAYS * LINE, sets * tier * LINE
         cache = stack.enter_context(
-            fw.Cache(capacity, line=LINE, device="cpu", host_capacity=host_capacity)
+            fw.Cache(capacity, line=LINE, device="cpu", host_memory=host_memory)
         )
         drives = [Replicated([Memory(c.copy()) for _ in range(replicas)]) for c in content[:count]]
         options: dict[str, Any] = {"cache": cache, "controller": plan(path)}
@@ -292,12 +292,12 @@ def test_every_policy_feeds_the_tier(policy: str) -> None:
 def test_metadata_grows_with_the_tier_only() -> None:
     with (
         fw.Cache("1 MiB", device="cpu") as without,
-        fw.Cache("1 MiB", device="cpu", host_capacity="4 MiB") as with_tier,
+        fw.Cache("1 MiB", device="cpu", host_memory="4 MiB") as with_tier,
     ):
-        assert with_tier.host_lines * 4096 == with_tier.host_capacity
+        assert with_tier.host_lines * 4096 == with_tier.host_memory
         assert with_tier.metadata_bytes == without.metadata_bytes + 8 * with_tier.host_lines
-        assert without.host_capacity == 0
-        assert "host_capacity" not in repr(without)
+        assert without.host_memory == 0
+        assert "host_memory" not in repr(without)
 
 
 @pytest.mark.parametrize("each", [1, 2, 15, 16, 17, 23, 33, 100, 1000])
@@ -309,13 +309,13 @@ def test_most_of_the_capacity_is_used(each: int) -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(CacheError, match="at least 36864 bytes"):
-        fw.Cache(9 * WAYS * 4096, device="cpu", host_capacity=9 * 4096 - 1)
+        fw.Cache(9 * WAYS * 4096, device="cpu", host_memory=9 * 4096 - 1)
     with pytest.raises(CacheError, match="0 bytes"):
-        fw.Cache("1 MiB", device="cpu", host_capacity=0)
+        fw.Cache("1 MiB", device="cpu", host_memory=0)
     with pytest.raises(ArgumentError):
-        fw.Cache("1 MiB", device="cpu", host_capacity="much")
+        fw.Cache("1 MiB", device="cpu", host_memory="much")
     with pytest.raises(ArgumentError, match="negative"):
-        fw.Cache("1 MiB", device="cpu", host_capacity=-1)
+        fw.Cache("1 MiB", device="cpu", host_memory=-1)
     with pytest.raises(CacheError, match="use longer ones"):
         TierShape.of(1 << 62, 1, 512)
 
@@ -324,7 +324,7 @@ def test_threads_share_a_tier() -> None:
     """More threads than frames in a set, on lines that all belong to it."""
     content = np.random.default_rng(1).integers(0, 255, 24 * LINE, dtype=np.uint8)
     with (
-        fw.CpuDevice(8) as device,
+        fw.device.CpuDevice(8) as device,
         opened(Memory(content.copy()), "u1", tier=12, device=device) as x,
     ):
         held = content.copy()

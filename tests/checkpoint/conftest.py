@@ -29,12 +29,12 @@ def opened(tmp_path: Path, faults: Faults) -> Iterator[Opener]:
     made: list[Checkpointer] = []
 
     def make(
-        gpu_cache: int | str = "64 KiB", host_cache: int | str = "256 KiB", **options: Any
+        gpu_memory: int | str = "64 KiB", host_memory: int | str = "256 KiB", **options: Any
     ) -> Checkpointer:
         options.setdefault("config", {"timeout_s": WAIT_S})
         options["config"] = {"timeout_s": WAIT_S, **options["config"]}
         path = options.pop("path", tmp_path / "versions")
-        made.append(Checkpointer(path, "cpu", gpu_cache, host_cache, **options))
+        made.append(Checkpointer(path, "cpu", gpu_memory, host_memory, **options))
         return made[-1]
 
     yield make

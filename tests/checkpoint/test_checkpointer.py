@@ -339,7 +339,7 @@ def test_what_a_hint_pinned_stays_until_it_is_restored(opened: Opener) -> None:
     for version in (0, 1):
         checkpointer.prefetch_enqueue(version)
     checkpointer.prefetch_start()
-    until(lambda: "2 pinned" in checkpointer.explain(), "both are pinned")
+    until(lambda: "2 pinned" in str(checkpointer.explain()), "both are pinned")
 
     for version in range(4, 30):
         state[:] = version + 1
@@ -358,7 +358,7 @@ def test_a_checkpoint_does_not_wait_for_restores_of_its_own_thread(opened: Opene
     for version in (0, 1, 2, 3, 4, 5, 6, 7):
         checkpointer.prefetch_enqueue(version)
     checkpointer.prefetch_start()
-    until(lambda: checkpointer.explain().count("4 pinned") == 2, "all is pinned")
+    until(lambda: str(checkpointer.explain()).count("4 pinned") == 2, "all is pinned")
 
     for version in range(8, 12):
         state[:] = version + 1
@@ -421,7 +421,7 @@ def test_wrong_hints_do_not_fill_the_cache_for_ever(opened: Opener) -> None:
         state[:] = version + 1
         checkpointer.checkpoint(version)
 
-    until(lambda: " 0 pinned" in checkpointer.explain(), "given up hints pin nothing")
+    until(lambda: " 0 pinned" in str(checkpointer.explain()), "given up hints pin nothing")
     assert checkpointer.stats.hints.open == 4
 
 
@@ -610,7 +610,7 @@ def test_nothing_protected_is_nothing_to_save(opened: Opener) -> None:
         {"timeout": 1},
         {"timeout_s": -1},
         {"eviction": "mru"},
-        {"staging": 0},
+        {"transfer_memory": 0},
         {"lookahead": 1.5},
         {"discard_consumed": 1},
         7,

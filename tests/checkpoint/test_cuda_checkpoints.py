@@ -25,8 +25,8 @@ WAIT_S = 30.0
 
 
 def opened(device: CudaDevice, folder: str, **options: Any) -> Checkpointer:
-    options = {"gpu_cache": "640 KiB", "host_cache": "2 MiB", **options}
-    config = {"timeout_s": WAIT_S, "staging": "64 KiB", **options.pop("config", {})}
+    options = {"gpu_memory": "640 KiB", "host_memory": "2 MiB", **options}
+    config = {"timeout_s": WAIT_S, "transfer_memory": "64 KiB", **options.pop("config", {})}
     return Checkpointer(folder, device, config=config, **options)
 
 
@@ -83,17 +83,17 @@ def check_versions_come_back_through_all_tiers() -> None:
 
 
 def check_a_gpu_without_a_host_cache_goes_through_staging() -> None:
-    stats = round_trip(host_cache=0)
+    stats = round_trip(host_memory=0)
     assert stats.flushes == {"gpu": 30}
 
 
 def check_a_host_cache_alone_holds_versions_of_a_gpu() -> None:
-    stats = round_trip(gpu_cache=0)
+    stats = round_trip(gpu_memory=0)
     assert stats.flushes == {"host": 30}
 
 
 def check_storage_alone_holds_versions_of_a_gpu() -> None:
-    assert round_trip(gpu_cache=0, host_cache=0).restarts_from == {"ssd": 30}
+    assert round_trip(gpu_memory=0, host_memory=0).restarts_from == {"ssd": 30}
 
 
 def check_copies_are_cut_where_pinned_pieces_meet() -> None:

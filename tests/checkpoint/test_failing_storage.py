@@ -27,7 +27,7 @@ def test_on_a_full_disk_the_run_goes_on_from_the_caches(
 
     for version in range(8):
         assert_restores(checkpointer, state, version)
-    until(lambda: "cannot be written" in checkpointer.explain(), "explain says so")
+    until(lambda: "cannot be written" in str(checkpointer.explain()), "explain says so")
     with pytest.raises(PathError, match="no space left"):
         checkpointer.wait(0)
     assert "the disk is full, and the run goes on from the upper tiers" in caplog.text

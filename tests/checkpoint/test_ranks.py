@@ -236,7 +236,10 @@ def test_votes_of_an_earlier_run_count_for_nothing(tmp_path: Path) -> None:
 
     with opened(tmp_path, 1, 2, timeout_s=1) as checkpointer:
         write(checkpointer, 1, range(1))
-        until(lambda: "version 0 of 'default' waits for ranks 0" in checkpointer.explain(), "waits")
+        until(
+            lambda: "version 0 of 'default' waits for ranks 0" in str(checkpointer.explain()),
+            "waits",
+        )
         with pytest.raises(RankError, match=r"rank 0 failed: has not written it within 1 s"):
             checkpointer.wait(timeout_s=10)
         checkpointer.close(drain=False)

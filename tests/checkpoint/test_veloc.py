@@ -11,7 +11,7 @@ import pytest
 from flashwarp.checkpoint import veloc
 from flashwarp.errors import ArgumentError, CheckpointError, ExistingVersionError
 
-SMALL = {"gpu_cache": "64 KiB", "host_cache": "256 KiB", "device": "cpu"}
+SMALL = {"gpu_memory": "64 KiB", "host_memory": "256 KiB", "device": "cpu"}
 
 
 @pytest.fixture

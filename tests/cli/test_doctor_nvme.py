@@ -14,7 +14,7 @@ from flashwarp.cli.finding import Finding
 
 STEPS = ["drives", "passthrough", "IOMMU", "vfio-pci", "permission", "iommufd"]
 GPU_STEPS = ("doorbells", "dma-buf", "mapping", "order")
-STEPS += [f"GPU {step}" for step in (*GPU_STEPS, "data path")]
+STEPS += [f"GPU {step}" for step in (*GPU_STEPS, "route")]
 
 
 @dataclass
@@ -259,7 +259,7 @@ def test_without_a_gpu_threads_serve_it(tree: Tree) -> None:
     for step in ("doorbells", "dma-buf", "order"):
         assert (found[f"GPU {step}"].state, found[f"GPU {step}"].detail) == ("missing", "no GPU")
     assert found["GPU mapping"].detail == "not tried: there is no dma-buf"
-    assert found["GPU data path"].values["data_path"] == "software"
+    assert found["GPU route"].values["route"] == "software"
 
 
 def test_gpu_with_all_pieces_takes_data_directly(tree: Tree) -> None:
@@ -268,8 +268,8 @@ def test_gpu_with_all_pieces_takes_data_directly(tree: Tree) -> None:
     found = tree.findings(gpu=lambda: GpuFacts(orders=True), privileged=lambda: True)
 
     assert [found[f"GPU {step}"].state for step in GPU_STEPS] == ["ok"] * 4
-    path = found["GPU data path"]
-    assert (path.state, path.values["data_path"]) == ("ok", "direct")
+    path = found["GPU route"]
+    assert (path.state, path.values["route"]) == ("ok", "direct")
     assert "no drive has been driven by a GPU yet" in path.detail
 
 
@@ -299,7 +299,7 @@ def test_missing_piece_leaves_the_buffers(
     assert found["GPU doorbells"].state == "ok"
     assert found[f"GPU {step}"].state == state
     assert text in found[f"GPU {step}"].detail
-    assert found["GPU data path"].values["data_path"] == "bounce"
+    assert found["GPU route"].values["route"] == "bounce"
 
 
 def test_user_whose_kernels_ring_no_doorbells_is_told_how(tree: Tree) -> None:
@@ -309,7 +309,7 @@ def test_user_whose_kernels_ring_no_doorbells_is_told_how(tree: Tree) -> None:
 
     assert found["GPU doorbells"].state == "limited"
     assert "PeerMappingOverride=1" in found["GPU doorbells"].advice
-    assert found["GPU data path"].values["data_path"] == "software"
+    assert found["GPU route"].values["route"] == "software"
 
 
 def test_this_machine_has_findings_for_each_check() -> None:

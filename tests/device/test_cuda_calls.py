@@ -366,11 +366,11 @@ def check_wait_has_a_time_limit_and_waits_for_one_stream_only() -> None:
     fake().fake_busy(1)
 
     with pytest.raises(DeviceTimeout, match=r"0x57 of cuda:0.*limit 0\.05 s") as caught:
-        device.synchronize(timeout_s=0.05)
+        device.wait(timeout_s=0.05)
 
     assert isinstance(caught.value, TimeoutError)
     fake().fake_busy(0)
-    device.synchronize(1, timeout_s=0)
+    device.wait(1, timeout_s=0)
 
 
 def check_fault_of_a_kernel_is_raised_by_the_wait() -> None:
@@ -378,7 +378,7 @@ def check_fault_of_a_kernel_is_raised_by_the_wait() -> None:
 
     fault = pytest.raises(DeviceError, match=r"ILLEGAL_ADDRESS.*compute-sanitizer")
     with failing("cuStreamQuery", ILLEGAL_ADDRESS), fault:
-        device.synchronize()
+        device.wait()
 
 
 def check_events_measure_and_order() -> None:
@@ -471,7 +471,7 @@ def check_close_after_a_fault_hides_nothing_and_hangs_nothing() -> None:
     with failing("cuMemFree", ILLEGAL_ADDRESS):
         memory.close()
         with failing("cuStreamQuery", ILLEGAL_ADDRESS), pytest.raises(DeviceError):
-            device.synchronize()
+            device.wait()
         with failing("cuStreamQuery", ILLEGAL_ADDRESS):
             device.close()
 

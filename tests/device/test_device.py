@@ -178,7 +178,7 @@ def test_cpu_streams_and_events_are_always_done(device: CpuDevice) -> None:
     start, end = device.event(), device.event()
 
     start.record()
-    device.synchronize(device.default_stream(), timeout_s=0)
+    device.wait(device.default_stream(), timeout_s=0)
     device.order(None, 5)
     end.record(device.current_stream("torch"))
     end.wait(timeout_s=0)

@@ -391,11 +391,11 @@ def use_pipeline(draw: random.Random) -> Callable[[], None]:
             for _ in range(6):
                 ids = np.array(draw.sample(range(64), 8))
                 pipeline.prefetch(ids)
-                if not (pipeline.synchronize() == ROWS[ids]).all():
+                if not (pipeline.take() == ROWS[ids]).all():
                     raise Wrong("wrong rows of a pipeline")
                 if writes:
                     pipeline.write_back(ids, ROWS[ids])
-                    pipeline.write_back_synchronize()
+                    pipeline.reclaim()
 
     return run
 
@@ -422,7 +422,7 @@ def use_file(draw: random.Random) -> Callable[[], None]:
             for i in range(8):
                 file.append(np.full(100, i, "u1"))
                 if draw.random() < 0.5:
-                    file.sync()
+                    file.flush()
                 at = 100 * draw.randrange(i + 1)
                 if len(set(bytes(file.read(at, 100)))) != 1:
                     raise Wrong("wrong bytes of a file")

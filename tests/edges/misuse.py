@@ -317,7 +317,7 @@ class Sequence:
         if self.devices and self.odds(0.5):
             options["device"] = self.pick(self.devices)
         if self.odds(0.2):
-            options["host_capacity"] = "128 KiB"
+            options["host_memory"] = "128 KiB"
         if self.odds(0.3):
             del options["device"]  # that of its first array
         capacity = self.pick(["64 KiB", "64 KiB", "auto"])
@@ -336,14 +336,14 @@ class Sequence:
             ("Cache(ways=n)", lambda n: fw.Cache("64 KiB", ways=n, device="cpu")),
             ("Cache(policy=n)", lambda n: fw.Cache("64 KiB", policy=n, device="cpu")),
             ("Cache(device=n)", lambda n: fw.Cache("64 KiB", device=n)),
-            ("Cache(host_capacity=n)",
-             lambda n: fw.Cache("64 KiB", host_capacity=n, device="cpu")),
-            ("Controller(n)", lambda n: fw.SoftwareController(n)),
-            ("Controller(queue_pairs=n)", lambda n: fw.SoftwareController(queue_pairs=n)),
-            ("Controller(depth=n)", lambda n: fw.SoftwareController(depth=n)),
-            ("Controller(threads=n)", lambda n: fw.SoftwareController(threads=n)),
-            ("Controller(data_path=n)", lambda n: fw.SoftwareController(data_path=n)),
-            ("Controller(model=n)", lambda n: fw.SoftwareController(model=n)),
+            ("Cache(host_memory=n)",
+             lambda n: fw.Cache("64 KiB", host_memory=n, device="cpu")),
+            ("Controller(n)", lambda n: fw.nvme.SoftwareController(n)),
+            ("Controller(queue_pairs=n)", lambda n: fw.nvme.SoftwareController(queue_pairs=n)),
+            ("Controller(depth=n)", lambda n: fw.nvme.SoftwareController(depth=n)),
+            ("Controller(threads=n)", lambda n: fw.nvme.SoftwareController(threads=n)),
+            ("Controller(route=n)", lambda n: fw.nvme.SoftwareController(route=n)),
+            ("Controller(model=n)", lambda n: fw.nvme.SoftwareController(model=n)),
             ("Memory(n)", storages.Memory),
             ("Memory(.., n)", lambda n: storages.Memory(64, n)),
             ("File(n)", storages.File),
@@ -356,10 +356,10 @@ class Sequence:
             ("Striped(nbytes=n)", lambda n: storages.Striped([whole, more], 4096, n)),
             ("Replicated(n)", storages.Replicated),
             ("Replicated([n])", lambda n: storages.Replicated([whole, n])),
-            ("CpuDevice(n)", fw.CpuDevice),
-            ("Policy(n)", fw.Policy),
-            ("SSDModel(n)", fw.SSDModel),
-            ("ShareTable(n)", fw.ShareTable),
+            ("CpuDevice(n)", fw.device.CpuDevice),
+            ("Policy(n)", fw.policy.Policy),
+            ("SSDModel(n)", fw.nvme.SSDModel),
+            ("ShareTable(n)", fw.array.ShareTable),
             ("open(storage n)", lambda n: fw.open(n, "r+", "i4", device="cpu")),
             ("open(storage, dtype=n)", lambda n: fw.open(whole, "r+", n, device="cpu")),
             ("open(storage, shape=n)", lambda n: fw.open(whole, "r+", "i4", n, device="cpu")),
@@ -373,7 +373,7 @@ class Sequence:
     def make_controller(self) -> None:
         options = {"threads": self.pick([None, 1, 2]), "depth": self.pick([None, 4, 64])}
         options["queue_pairs"] = self.pick([None, 1, 3])
-        self.controllers.append(fw.SoftwareController(**options))
+        self.controllers.append(fw.nvme.SoftwareController(**options))
 
     def make_storage(self) -> None:
         table = self.pick(t for t in self.tables if t.layout is None)
@@ -399,12 +399,12 @@ class Sequence:
             self.storages.append((made, table))
 
     def make_device(self) -> None:
-        self.devices.append(fw.CpuDevice(self.pick([1, 2, 3])))
+        self.devices.append(fw.device.CpuDevice(self.pick([1, 2, 3])))
 
     def make_share_table(self) -> None:
         of = self.pick([h.array for h in self.arrays] + self.caches)
         if of is not None:
-            made = self.call("ShareTable", lambda: fw.ShareTable(of, self.pick([1, 64])))
+            made = self.call("ShareTable", lambda: fw.array.ShareTable(of, self.pick([1, 64])))
             if not isinstance(made, _Refused):
                 self.others.append(made)
 
@@ -508,7 +508,7 @@ class Sequence:
             ("exception", future.exception),
             ("cancel", future.cancel),
             ("done", future.done),
-            ("wait_on", lambda: future.wait_on(None)),
+            ("before", lambda: future.before(None)),
             ("callback", lambda: future.add_done_callback(lambda _: None)),
             ("copy", lambda: copy.copy(future)),
             ("repr", lambda: repr(future)),
@@ -529,7 +529,7 @@ class Sequence:
             ("stats", lambda: x.stats),
             ("explain", x.explain),
             ("prefetch", lambda: x.prefetch(self.index(held.table))),
-            ("synchronize", x.synchronize),
+            ("wait", x.wait),
             ("refresh", x.refresh),
             ("kernel_handle", lambda: x.kernel_handle),
             ("in_place", lambda: x.in_place),
@@ -556,7 +556,7 @@ class Sequence:
             ("drop_cache(n)", lambda: x.drop_cache(bool(n)) if isinstance(n, bool) else None),
             ("gather()", lambda: x.gather()),
             ("n in x", lambda: x.gather(index, index, index, index)),
-            ("x.attribute", lambda: fw.ShareTable(x, n)),
+            ("x.attribute", lambda: fw.array.ShareTable(x, n)),
         ]
         stores = [
             ("scatter(n)", lambda: x.scatter(n, values)),
@@ -633,7 +633,7 @@ class Sequence:
             raise Broken(f"read({n!r}, {m!r}) gave {len(result)} bytes")
 
     def use_other(self) -> None:
-        services = [h.array.controller for h in self.arrays if "_attachment" in vars(h.array)]
+        services = [h.array.service for h in self.arrays if "_attachment" in vars(h.array)]
         value = self.pick(self.caches + self.controllers + services + self.devices + self.others)
         if value is None:
             return
@@ -684,7 +684,7 @@ class Sequence:
         for value in self.caches + [storage for storage, _ in self.storages]:
             self.call("close, forked", value.close)
         table = next(t for t in self.tables if t.name == "plain")
-        with fw.open(table.paths[0], device=fw.CpuDevice(1), cache="16 KiB") as anew:
+        with fw.open(table.paths[0], device=fw.device.CpuDevice(1), cache="16 KiB") as anew:
             anew.gather([0, 1])
         return 0
 
@@ -879,7 +879,7 @@ _INTERNAL = {
 }  # fmt: skip
 _CALLABLE = {
     "describe", "stats", "memory_info", "alive", "event", "default_stream", "create_stream",
-    "synchronize", "check", "take_errors", "take_stale", "silent", "wake", "worth_looking_ahead",
+    "wait", "check", "take_errors", "take_stale", "silent", "wake", "worth_looking_ahead",
 }  # fmt: skip
 
 
@@ -915,7 +915,8 @@ _NASTY: list[Any] = [
     lambda: memoryview(b"abcd"), lambda: bytearray(9), lambda: np.dtype("i4"),
     lambda: np.dtype("O"), lambda: np.dtype("V0"), lambda: np.dtype(("i4", (2,))),
     lambda: Path("/"), lambda: Path("/dev/null"), lambda: Path("/dev/zero"),
-    lambda: Path("/absent/file"), lambda: fw.storage.Memory(4096), lambda: fw.SoftwareController(),
+    lambda: Path("/absent/file"), lambda: fw.storage.Memory(4096),
+    lambda: fw.nvme.SoftwareController(),
     lambda: threading.Lock(), lambda: [fw.storage.Memory(4096)] * 2, lambda: fw.errors,
 ]  # fmt: skip
 

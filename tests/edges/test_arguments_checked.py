@@ -106,11 +106,11 @@ LOOP = trace.make("loop", 100)
 
 INTEGERS: dict[str, Callable[[Any], Any]] = {
     "ways": lambda value: fw.Cache("1 MiB", ways=value, device="cpu"),
-    "queue_pairs": lambda value: fw.SoftwareController(queue_pairs=value),
-    "depth": lambda value: fw.SoftwareController(depth=value),
-    "threads": lambda value: fw.SoftwareController(threads=value),
-    "threads of a device": lambda value: fw.CpuDevice(threads=value),
-    "seed": lambda value: fw.SSDModel.named("P5800X", seed=value),
+    "queue_pairs": lambda value: fw.nvme.SoftwareController(queue_pairs=value),
+    "depth": lambda value: fw.nvme.SoftwareController(depth=value),
+    "threads": lambda value: fw.nvme.SoftwareController(threads=value),
+    "threads of a device": lambda value: fw.device.CpuDevice(threads=value),
+    "seed": lambda value: fw.nvme.SSDModel.named("P5800X", seed=value),
     "units": lambda value: model(units=value),
     "size": lambda value: model(read_iops=[(value, 1e6)]),
     "depth of a drive": lambda value: model().saturation(value, 4096),
@@ -124,10 +124,10 @@ INTEGERS: dict[str, Callable[[Any], Any]] = {
     "offset of a write": lambda value: Memory(8192).write(value, b"a"),
     "offset of a discard": lambda value: Memory(8192).discard(value, 512),
     "nbytes of zeros": lambda value: Memory(8192).write_zeroes(0, value),
-    "nbytes of an allocation": lambda value: fw.CpuDevice(1).allocate(value),
-    "alignment": lambda value: fw.CpuDevice(1).allocate_host(4096, value),
-    "shape of an allocation": lambda value: fw.CpuDevice(1).empty_array(value, "f4"),
-    "length of an allocation": lambda value: fw.CpuDevice(1).empty_array((3, value), "f4"),
+    "nbytes of an allocation": lambda value: fw.device.CpuDevice(1).allocate(value),
+    "alignment": lambda value: fw.device.CpuDevice(1).allocate_host(4096, value),
+    "shape of an allocation": lambda value: fw.device.CpuDevice(1).empty_array(value, "f4"),
+    "length of an allocation": lambda value: fw.device.CpuDevice(1).empty_array((3, value), "f4"),
     "scale": lambda value: graphs.kronecker(value),
     "edge_factor": lambda value: graphs.uniform(4, value),
     "seed of a graph": lambda value: graphs.uniform(4, seed=value),
@@ -143,7 +143,7 @@ INTEGERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def model(**changes: Any) -> fw.SSDModel:
+def model(**changes: Any) -> fw.nvme.SSDModel:
     settings: dict[str, Any] = {
         "name": "drive",
         "read_iops": ((4096, 1e6),),
@@ -154,7 +154,7 @@ def model(**changes: Any) -> fw.SSDModel:
         "write_latency_us": (1, 2, 3),
         "units": 8,
     }
-    return fw.SSDModel(**{**settings, **changes})
+    return fw.nvme.SSDModel(**{**settings, **changes})
 
 
 @pytest.mark.parametrize("value", NOT_INTEGERS, ids=repr)
@@ -169,7 +169,7 @@ def test_what_takes_an_integer_refuses_all_else(name: str, value: Any) -> None:
 SIZES: dict[str, Callable[[Path, Any], Any]] = {
     "capacity": lambda _, value: fw.Cache(value, device="cpu"),
     "line": lambda _, value: fw.Cache("1 MiB", value, device="cpu"),
-    "host_capacity": lambda _, value: fw.Cache("1 MiB", host_capacity=value, device="cpu"),
+    "host_memory": lambda _, value: fw.Cache("1 MiB", host_memory=value, device="cpu"),
     "cache": lambda path, value: opened(path, cache=value),
     "line of open": lambda path, value: opened(path, line=value),
     "stripe of paths": lambda path, value: Striped([path], value),
@@ -205,13 +205,13 @@ def test_a_range_of_no_bytes_is_not_the_whole_file(path: Path) -> None:
 @pytest.mark.parametrize("entries", [0, -1, 2.0, True, "8", ENTRIES_MAX + 1], ids=repr)
 def test_entries_of_a_share_table(entries: Any) -> None:
     with fw.Cache("1 MiB", device="cpu") as cache, pytest.raises(ArgumentError, match="entries="):
-        fw.ShareTable(cache, entries=entries)
+        fw.array.ShareTable(cache, entries=entries)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1 << 20], ids=repr)
 def test_threads_of_a_device_are_bounded(value: int) -> None:
     with pytest.raises(ArgumentError, match=f"threads={value} is not an integer between 1 and"):
-        fw.CpuDevice(value)
+        fw.device.CpuDevice(value)
 
 
 @pytest.mark.parametrize("field", ["o_direct"])
@@ -234,9 +234,9 @@ def test_a_flag_of_open(path: Path, field: str) -> None:
         lambda _: Replicated([None]),
         lambda _: Memory(512).write(0, "text"),
         lambda _: Memory(512).write(0, [1]),
-        lambda _: fw.SoftwareController("file.npy"),
-        lambda _: fw.SoftwareController(model=5),
-        lambda _: fw.SoftwareController(data_path=["direct"]),
+        lambda _: fw.nvme.SoftwareController("file.npy"),
+        lambda _: fw.nvme.SoftwareController(model=5),
+        lambda _: fw.nvme.SoftwareController(route=["direct"]),
         lambda _: fw.Cache("1 MiB", policy=["clock"], device="cpu"),
         lambda _: model(read_latency_us="123"),
         lambda _: model(read_latency_us=(1, 2, True)),
@@ -265,9 +265,9 @@ def test_what_is_no_path_no_storage_and_no_choice(path: Path, tmp_path: Path, va
         lambda: fw.open(path, value, **here),
         lambda: fw.open(value, "r+", "i8", **here),
         lambda: fw.open(Memory(4096), "r+", "i8", controller=given, **here),
-        lambda: fw.SoftwareController(model=given),
-        lambda: fw.ShareTable(value),
-        lambda: fw.SSDModel.named(value),
+        lambda: fw.nvme.SoftwareController(model=given),
+        lambda: fw.array.ShareTable(value),
+        lambda: fw.nvme.SSDModel.named(value),
         lambda: Striped(value),
         lambda: Replicated(value),
         lambda: fw.compile("", "cpu", options=given),
@@ -275,7 +275,7 @@ def test_what_is_no_path_no_storage_and_no_choice(path: Path, tmp_path: Path, va
         lambda: fw.compile("", "cpu", include_dirs=given),
         lambda: fw.compile("", "cpu", policy=value),
         lambda: fw.Cache("1 MiB", policy=given, **here),
-        lambda: fw.Cache("1 MiB", host_capacity=given, **here),
+        lambda: fw.Cache("1 MiB", host_memory=given, **here),
     ]
     for name in ("strict", "line", "cache"):
         tries.append(lambda name=name: opened(path, **{name: given}))

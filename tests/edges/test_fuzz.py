@@ -436,7 +436,7 @@ def test_doorbells() -> None:
                 for _ in range(4):
                     host.poll()
             assert host.do(2, good, lba=0, blocks=1) == 0
-            assert host.controller.stats()["queues"][bad.id] < 200
+            assert host.controller.stats["queues"][bad.id] < 200
 
     value = st.integers(0, 9) | st.sampled_from([2**31, 2**32 - 1])
     fuzz(st.lists(st.tuples(st.booleans(), value), max_size=12), check)

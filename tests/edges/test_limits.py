@@ -129,7 +129,7 @@ if os.geteuid() == 0:
     os.setgroups([])
     os.setresgid(65533, 65533, 65533)
     os.setresuid({user}, {user}, {user})
-device = fw.CpuDevice(4)
+device = fw.device.CpuDevice(4)
 x = None
 {before}
 with limit(resource.RLIMIT_NPROC, 0):

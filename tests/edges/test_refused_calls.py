@@ -67,7 +67,7 @@ import errno
 
 rows = np.arange(64 * 256, dtype="i4").reshape(256, 64)
 np.save("rows.npy", rows)
-device = fw.CpuDevice(1)  # the filter is of this thread
+device = fw.device.CpuDevice(1)  # the filter is of this thread
 x = fw.open("rows.npy", "r+", device=device, o_direct=True, cache="16 KiB")
 index = np.random.default_rng(1).integers(0, 256, 500)
 assert (x.gather(index) == rows[index]).all()
@@ -123,7 +123,7 @@ from flashwarp.demo import features
 from flashwarp.demo.progress import Steps
 seccomp.refuse(["mincore", "cachestat", "fadvise64"], errno.EPERM)
 size = features.FeatureSize(4096, 1024, 2 << 20, (1, 256), 0.01, 256, 4)
-result = features.run(Path("."), size, fw.CpuDevice(2), Steps(None))
+result = features.run(Path("."), size, fw.device.CpuDevice(2), Steps(None))
 assert "how much of it stayed is unknown" in result.cold_note, result.cold_note
 """
     (outcome,) = nursery.run([nursery.Program("demo", code, 60)], tmp_path)

@@ -217,7 +217,7 @@ def test_file_without_a_device_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 8192)
     try:
         with pytest.raises(PathError, match="lies on no block device"):
-            fw.BlockMap.of(path)
+            fw.file.BlockMap.of(path)
     finally:
         path.unlink()
 
@@ -230,4 +230,4 @@ def test_what_is_no_file_with_bytes_is_refused(tmp_path: Path) -> None:
         (tmp_path / "empty", "is empty"),
     ):
         with pytest.raises((PathError, fw.errors.MissingFileError), match=match):
-            fw.BlockMap.of(path)
+            fw.file.BlockMap.of(path)

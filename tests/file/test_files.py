@@ -23,7 +23,6 @@ from flashwarp.errors import (
     BoundsError,
     ClosedError,
     CopyError,
-    DataPathError,
     DtypeError,
     ExistingFileError,
     FileFormatError,
@@ -32,6 +31,7 @@ from flashwarp.errors import (
     MissingFileError,
     PathError,
     ReadOnlyError,
+    RouteError,
     StorageError,
 )
 
@@ -56,7 +56,7 @@ FW_KERNEL log(fw::file f, uint64_t count, uint64_t* failed) {
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with fw.CpuDevice(2) if request.param == "cpu" else fw.CudaDevice(0) as made:
+    with fw.device.CpuDevice(2) if request.param == "cpu" else fw.device.CudaDevice(0) as made:
         yield made
 
 
@@ -99,7 +99,7 @@ def test_the_host_reads_what_it_has_written(
                 del model[begin:]
                 model.extend(bytes(begin - len(model)))
             elif what == 6:
-                f.sync()
+                f.flush()
             assert f.size == len(model)
             target = np.full(5000, 7, np.uint8)
             got = f.read_into(target, begin)
@@ -126,7 +126,7 @@ def test_kernels_and_the_host_see_one_file(
         numbers = np.frombuffer(f.read(0, CAPACITY), np.uint32)
         assert numbers[[0, 1, -1]].tolist() == [1000, 1001, 1002]
         assert sorted(numbers[2:-1]) == list(range(500))
-        f.sync()
+        f.flush()
         program["log"](f, 7, failed, warps=8)
     assert len(data_of(path, device)) == 12 + 507 * 4
     assert not np.frombuffer(device.download(failed.address, 8), np.uint64)[0]
@@ -222,7 +222,7 @@ def test_images_tell_what_they_are(tmp_path: Path, options: dict[str, Any]) -> N
     assert fw.File.repair(tmp_path / "g.gvdk").clean
     with fw.File.open(tmp_path / "g.gvdk", **options) as f:
         assert np.frombuffer(f.read(0, 1200), "i4").tolist() == list(range(300))
-        with pytest.raises(DataPathError, match="not in one piece"):
+        with pytest.raises(RouteError, match="not in one piece"):
             f.as_array("i4")
 
 
@@ -260,7 +260,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, Any]) -> N
         with pytest.raises(CopyError):
             pickle.dumps(f)
     assert path.stat().st_size == 100
-    for act in (f.sync, lambda: f.read(0, 1), lambda: f.size, lambda: f.append(b"x")):
+    for act in (f.flush, lambda: f.read(0, 1), lambda: f.size, lambda: f.append(b"x")):
         with pytest.raises(ClosedError):
             act()
     f.close()
@@ -335,7 +335,7 @@ import os, signal, sys
 import flashwarp as fw
 f = fw.File.create(sys.argv[1], 0, capacity=200_000, device="cpu", **eval(sys.argv[2]))
 f.append(b"synced")
-f.sync()
+f.flush()
 f.append(b"not synced")
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -408,13 +408,13 @@ def test_a_full_disk_loses_nothing_of_a_sparse_image(small_disk: Path) -> None:
     options: dict[str, Any] = {"device": "cpu", "cache": "1 MiB"}
     with fw.File.create(path, 0, capacity="4 MiB", **KINDS["sparse"], **options) as f:
         f.append(data[:100_000])
-        f.sync()
+        f.flush()
         f.append(data[100_000:])
         with pytest.raises(StorageError) as raised:
-            f.sync()
+            f.flush()
         assert raised.value.errno == errno.ENOSPC
         filler.unlink()
-        f.sync()
+        f.flush()
         assert f.verify().clean
     with fw.File.open(path, device="cpu") as f:
         assert f.read(0, 1 << 20) == data.tobytes()

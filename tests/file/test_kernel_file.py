@@ -31,12 +31,12 @@ BEYOND = 2**63 - 1
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    with fw.CpuDevice(3) if request.param == "cpu" else fw.CudaDevice(0) as made:
+    with fw.device.CpuDevice(3) if request.param == "cpu" else fw.device.CudaDevice(0) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def program(device: Device) -> fw.Program:
+def program(device: Device) -> fw.program.Program:
     return fw.compile(KERNELS, device)
 
 
@@ -52,7 +52,7 @@ def array_of(path: Path, device: Device, mode: str = "r+", **options: Any) -> fw
 
 
 def call(
-    program: fw.Program,
+    program: fw.program.Program,
     caller: str,
     file: KernelFile,
     what: int,
@@ -70,7 +70,7 @@ def call(
     device.upload(held[0].address, requests.view(np.uint8))
     device.upload(held[1].address, room)
     program[caller](file, held[0], len(wanted), held[1], what)
-    file.array.synchronize()
+    file.array.wait()
     ended = np.frombuffer(device.download(held[0].address, requests.nbytes), REQUEST)
     after = np.frombuffer(device.download(held[1].address, room.nbytes), np.uint8)
     return ended, after
@@ -87,14 +87,14 @@ def random_pieces(seed: int, count: int = 60, most: int = 9000) -> list[tuple[in
 def test_unaligned_reads_return_the_bytes(
     caller: str,
     prefetch: int,
-    program: fw.Program,
+    program: fw.program.Program,
     device: Device,
     tmp_path: Path,
     content: npt.NDArray[np.uint8],
 ) -> None:
     content.tofile(tmp_path / "f")
     pieces = random_pieces(2)
-    with array_of(tmp_path / "f", device, "r") as x, KernelFile(x, prefetch=prefetch) as f:
+    with array_of(tmp_path / "f", device, "r") as x, KernelFile(x, read_ahead=prefetch) as f:
         ended, got = call(program, caller, f, READ, pieces)
     assert ended["got"].tolist() == [size for _, size in pieces]
     np.testing.assert_array_equal(got, np.concatenate([content[b : b + n] for b, n in pieces]))
@@ -105,7 +105,7 @@ def test_unaligned_reads_return_the_bytes(
 def test_reads_end_at_the_end_of_the_file(
     caller: str,
     what: int,
-    program: fw.Program,
+    program: fw.program.Program,
     device: Device,
     tmp_path: Path,
     content: npt.NDArray[np.uint8],
@@ -126,14 +126,14 @@ def test_reads_end_at_the_end_of_the_file(
 def test_reads_around_the_cache_return_what_was_written(
     caller: str,
     path: Any,
-    program: fw.Program,
+    program: fw.program.Program,
     device: Device,
     tmp_path: Path,
     content: npt.NDArray[np.uint8],
 ) -> None:
     content.tofile(tmp_path / "f")
     now = content.copy()
-    controller = fw.SoftwareController(data_path=path)
+    controller = fw.nvme.SoftwareController(route=path)
     # Most of the lines in the cache hold what is not in the file yet.
     with array_of(tmp_path / "f", device, controller=controller) as x, KernelFile(x) as f:
         for seed in range(3):
@@ -149,13 +149,13 @@ def test_reads_around_the_cache_return_what_was_written(
 @pytest.mark.parametrize("caller", CALLERS)
 def test_reads_around_the_cache_evict_nothing(
     caller: str,
-    program: fw.Program,
+    program: fw.program.Program,
     device: Device,
     tmp_path: Path,
     content: npt.NDArray[np.uint8],
 ) -> None:
     content.tofile(tmp_path / "f")
-    controller = fw.SoftwareController(data_path="bounce")
+    controller = fw.nvme.SoftwareController(route="bounce")
     with array_of(tmp_path / "f", device, "r", controller=controller) as x, KernelFile(x) as f:
         np.testing.assert_array_equal(x[: 8 * 4096], content[: 8 * 4096])
         before = x.stats
@@ -178,7 +178,7 @@ def test_reads_around_the_cache_evict_nothing(
 def test_writes_arrive_and_move_the_end(
     caller: str,
     what: int,
-    program: fw.Program,
+    program: fw.program.Program,
     device: Device,
     tmp_path: Path,
     content: npt.NDArray[np.uint8],
@@ -197,7 +197,7 @@ def test_writes_arrive_and_move_the_end(
 @pytest.mark.parametrize("what", WRITES)
 @pytest.mark.parametrize("caller", CALLERS)
 def test_writes_that_do_not_fit_write_nothing(
-    caller: str, what: int, program: fw.Program, device: Device, tmp_path: Path
+    caller: str, what: int, program: fw.program.Program, device: Device, tmp_path: Path
 ) -> None:
     np.zeros(BYTES, np.uint8).tofile(tmp_path / "f")
     wanted = [(BYTES - 10, 11), (BYTES + 1, 0), (BEYOND, 5), (BYTES, 0)]
@@ -213,14 +213,14 @@ def test_writes_that_do_not_fit_write_nothing(
 def test_writes_around_the_cache_are_seen_and_are_in_the_storage(
     caller: str,
     path: Any,
-    program: fw.Program,
+    program: fw.program.Program,
     device: Device,
     tmp_path: Path,
     content: npt.NDArray[np.uint8],
 ) -> None:
     content.tofile(tmp_path / "f")
     now = content.copy()
-    controller = fw.SoftwareController(data_path=path)
+    controller = fw.nvme.SoftwareController(route=path)
     with array_of(tmp_path / "f", device, controller=controller) as x, KernelFile(x) as f:
         for seed in range(3):
             # No line of the file is in the cache.
@@ -242,7 +242,7 @@ def test_writes_around_the_cache_are_seen_and_are_in_the_storage(
 
 @pytest.mark.parametrize("caller", CALLERS)
 def test_a_write_around_the_cache_stores_to_lines_that_are_there(
-    caller: str, program: fw.Program, device: Device, tmp_path: Path
+    caller: str, program: fw.program.Program, device: Device, tmp_path: Path
 ) -> None:
     np.zeros(BYTES, np.uint8).tofile(tmp_path / "f")
     with array_of(tmp_path / "f", device) as x, KernelFile(x) as f:
@@ -261,7 +261,7 @@ def test_a_write_around_the_cache_stores_to_lines_that_are_there(
 @pytest.mark.parametrize("what", WRITES)
 @pytest.mark.parametrize("ways", [4, 16])
 def test_writes_around_the_cache_evict_one_line_of_a_set(
-    ways: int, what: int, caller: str, program: fw.Program, device: Device, tmp_path: Path
+    ways: int, what: int, caller: str, program: fw.program.Program, device: Device, tmp_path: Path
 ) -> None:
     rounds = 10
     with (
@@ -292,7 +292,7 @@ def test_writes_around_the_cache_evict_one_line_of_a_set(
 
 
 def test_a_write_around_the_cache_that_fails_loses_nothing(
-    program: fw.Program, device: Device, tmp_path: Path, content: npt.NDArray[np.uint8]
+    program: fw.program.Program, device: Device, tmp_path: Path, content: npt.NDArray[np.uint8]
 ) -> None:
     content.tofile(tmp_path / "f")
     storage = Faulty(fw.storage.File(tmp_path / "f", writable=True), "write eio n=1")
@@ -308,7 +308,7 @@ def test_a_write_around_the_cache_that_fails_loses_nothing(
         device.upload(results.address, np.array([(40_960, 4096, 0, 0, 0)], REQUEST).view(np.uint8))
         program["by_warps"](f, results, 1, data, WRITE_AROUND)
         with pytest.raises(StorageError):
-            x.synchronize()
+            x.wait()
         ended = np.frombuffer(device.download(results.address, REQUEST.itemsize), REQUEST)
         assert ended["got"].tolist() == [-errno.EIO]
         # The line is dirty, and the next write-back succeeds.
@@ -322,7 +322,7 @@ def test_a_write_around_the_cache_that_fails_loses_nothing(
 
 @pytest.mark.parametrize("caller", CALLERS)
 def test_appends_do_not_overlap(
-    caller: str, program: fw.Program, device: Device, tmp_path: Path
+    caller: str, program: fw.program.Program, device: Device, tmp_path: Path
 ) -> None:
     np.zeros(BYTES, np.uint8).tofile(tmp_path / "f")
     sizes = np.random.default_rng(3).integers(1, 700, 120)
@@ -340,7 +340,7 @@ def test_appends_do_not_overlap(
 
 @pytest.mark.parametrize("caller", CALLERS)
 def test_appends_stop_at_the_capacity(
-    caller: str, program: fw.Program, device: Device, tmp_path: Path
+    caller: str, program: fw.program.Program, device: Device, tmp_path: Path
 ) -> None:
     np.zeros(1000, np.uint8).tofile(tmp_path / "f")
     with array_of(tmp_path / "f", device) as x, KernelFile(x, size=0) as f:
@@ -352,7 +352,7 @@ def test_appends_stop_at_the_capacity(
 @pytest.mark.parametrize("caller", CALLERS[1:])
 def test_a_sync_writes_back_and_flushes(
     caller: str,
-    program: fw.Program,
+    program: fw.program.Program,
     device: Device,
     tmp_path: Path,
     content: npt.NDArray[np.uint8],
@@ -365,13 +365,13 @@ def test_a_sync_writes_back_and_flushes(
         # Without a flush by the host, another reader sees the bytes.
         stored = np.fromfile(tmp_path / "f", np.uint8)
         np.testing.assert_array_equal(stored[500:50_500], content[:50_000])
-        assert x.controller.stats()["commands"]["flush"] >= 1
+        assert x.service.stats["commands"]["flush"] >= 1
 
 
 @pytest.mark.parametrize("caller", CALLERS)
 def test_a_file_that_is_read_only_refuses_writes(
     caller: str,
-    program: fw.Program,
+    program: fw.program.Program,
     device: Device,
     tmp_path: Path,
     content: npt.NDArray[np.uint8],
@@ -388,7 +388,7 @@ def test_a_file_that_is_read_only_refuses_writes(
 def test_a_failed_transfer_is_an_error_here_and_at_the_host(
     caller: str,
     what: int,
-    program: fw.Program,
+    program: fw.program.Program,
     device: Device,
     tmp_path: Path,
     content: npt.NDArray[np.uint8],
@@ -404,7 +404,7 @@ def test_a_failed_transfer_is_an_error_here_and_at_the_host(
         device.upload(results.address, np.array([(40_000, 5000, 0, 0, 0)], REQUEST).view(np.uint8))
         program[caller](f, results, 1, buffer, what)
         with pytest.raises(StorageError):
-            x.synchronize()
+            x.wait()
         ended = np.frombuffer(device.download(results.address, REQUEST.itemsize), REQUEST)
         assert ended["got"].tolist() == [-errno.EIO]
         ended, got = call(program, caller, f, what, [(0, 4000)])
@@ -412,18 +412,20 @@ def test_a_failed_transfer_is_an_error_here_and_at_the_host(
         np.testing.assert_array_equal(got, content[:4000])
 
 
-def test_sizes_that_kernels_see(program: fw.Program, device: Device, tmp_path: Path) -> None:
+def test_sizes_that_kernels_see(
+    program: fw.program.Program, device: Device, tmp_path: Path
+) -> None:
     np.zeros(1000, np.uint8).tofile(tmp_path / "f")
     with array_of(tmp_path / "f", device) as x, KernelFile(x, size=10) as f:
         out = device.allocate(16)
         program["sizes_of"](f, out)
-        x.synchronize()
+        x.wait()
         assert np.frombuffer(device.download(out.address, 16), np.uint64).tolist() == [10, 1000]
         assert f.capacity == 1000
 
 
 def test_what_is_no_file_for_kernels_is_refused(
-    program: fw.Program, device: Device, tmp_path: Path
+    program: fw.program.Program, device: Device, tmp_path: Path
 ) -> None:
     np.zeros(1000, np.uint8).tofile(tmp_path / "f")
     with array_of(tmp_path / "f", device) as x:
@@ -443,7 +445,7 @@ def test_what_is_no_file_for_kernels_is_refused(
         KernelFile(numbers)
 
 
-def test_layouts_match_the_header(program: fw.Program) -> None:
+def test_layouts_match_the_header(program: fw.program.Program) -> None:
     import ctypes
 
     from flashwarp.file.kernel_file import FileStateStruct, FileStruct

@@ -66,12 +66,12 @@ def fragmented(path: Path, nbytes: int) -> bytes:
         os.fsync(file.fileno())
     for number in range(1, len(parts)):
         call("fallocate", "--collapse-range", f"--offset={number * part}", "--length=65536", path)
-    assert len(fw.BlockMap.of(path).extents) >= len(parts)
+    assert len(fw.file.BlockMap.of(path).extents) >= len(parts)
     return content
 
 
-def by_blocks(path: Path | fw.BlockMap, **options: Any) -> fw.MappedFile:
-    return fw.MappedFile(path, writable=True, allow_raw_writes=True, **options)
+def by_blocks(path: Path | fw.file.BlockMap, **options: Any) -> fw.file.MappedFile:
+    return fw.file.MappedFile(path, writable=True, allow_raw_writes=True, **options)
 
 
 def in_process(script: str, *arguments: object) -> str:
@@ -91,7 +91,7 @@ def dump(path: Path) -> bytes:
 
 def is_usable(path: Path) -> bool:
     try:
-        fw.BlockMap.of(path)
+        fw.file.BlockMap.of(path)
     except PathError:
         return False
     return True
@@ -107,7 +107,7 @@ class Backend:
 
     def make(self, folder: Path, content: bytes, writable: bool = True) -> Storage:
         store(self.path, content)
-        return by_blocks(self.path) if writable else fw.MappedFile(self.path)
+        return by_blocks(self.path) if writable else fw.file.MappedFile(self.path)
 
 
 class TestMappedFile(Backend, StorageContract):
@@ -128,7 +128,7 @@ def test_map_is_what_filefrag_says(volume: Mounted, path: Path) -> None:
     rows = re.findall(r"^ *\d+: +(\d+)\.\. *\d+: +(\d+)\.\. *\d+: +(\d+):", told, re.MULTILINE)
     expected = [tuple(4096 * int(number) for number in row) for row in rows]
 
-    found = fw.BlockMap.of(path)
+    found = fw.file.BlockMap.of(path)
 
     assert [tuple(extent) for extent in found.extents] == expected
     assert found.volume.path == str(volume.device)
@@ -146,7 +146,7 @@ def test_partition_is_added_for_the_whole_disk(tmp_path: Path) -> None:
         content = random_content(MIB)
         store(path, content)
 
-        found = fw.BlockMap.of(path)
+        found = fw.file.BlockMap.of(path)
         on_disk = found.on_disk()
 
         assert found.volume.name.endswith("p1")
@@ -155,13 +155,13 @@ def test_partition_is_added_for_the_whole_disk(tmp_path: Path) -> None:
             for logical, physical, nbytes in on_disk.extents:
                 disk.seek(physical)
                 assert disk.read(nbytes) == content[logical : logical + nbytes]
-        with fw.MappedFile(path) as storage:
+        with fw.file.MappedFile(path) as storage:
             assert storage.read(0, MIB) == content
 
 
 def test_command_prints_the_map(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fragmented(path, MIB)
-    found = fw.BlockMap.of(path)
+    found = fw.file.BlockMap.of(path)
 
     run(["file", "map", "--json", str(path)])
     facts = json.loads(capsys.readouterr().out)
@@ -183,7 +183,7 @@ def test_what_linux_writes_is_read_by_blocks(path: Path) -> None:
         file.write(b"new")  # and not synced
     content = content[:MIB] + b"new" + content[MIB + 3 :]
 
-    with fw.MappedFile(path) as storage, fw.open(storage, dtype="u1", device="cpu") as x:
+    with fw.file.MappedFile(path) as storage, fw.open(storage, dtype="u1", device="cpu") as x:
         assert storage.read(0, len(content)) == content
         assert bytes(x[:]) == content
         assert dump(path) == content, "a reader may have the file beside a map that is only read"
@@ -231,7 +231,7 @@ def test_who_wants_the_file_gets_it_and_the_map_ends(path: Path, how: str, writa
         "read": "open(sys.argv[1], 'rb').read()",
     }[how]
     script = f"import os, sys, time; t = time.monotonic(); {act}; print(time.monotonic() - t)"
-    with by_blocks(path) if writable else fw.MappedFile(path) as storage:
+    with by_blocks(path) if writable else fw.file.MappedFile(path) as storage:
         waited_s = float(in_process(script, path))
 
         assert waited_s < 5
@@ -292,11 +292,11 @@ def test_reader_sees_writes_that_were_in_flight(path: Path) -> None:
 def test_open_file_is_refused(path: Path) -> None:
     store(path, bytes(8192))
     with path.open("rb"):
-        fw.MappedFile(path).close()
+        fw.file.MappedFile(path).close()
         with pytest.raises(LockedError, match="somebody has it open"):
             by_blocks(path)
     with path.open("r+b"), pytest.raises(LockedError, match="open for writing"):
-        fw.MappedFile(path)
+        fw.file.MappedFile(path)
 
 
 def test_killed_process_leaves_the_file_free_and_nothing_old_in_memory(path: Path) -> None:
@@ -304,7 +304,7 @@ def test_killed_process_leaves_the_file_free_and_nothing_old_in_memory(path: Pat
     assert dump(path) == bytes(MIB)
     script = (
         "import sys, time, flashwarp as fw; "
-        "m = fw.MappedFile(sys.argv[1], writable=True, allow_raw_writes=True); "
+        "m = fw.file.MappedFile(sys.argv[1], writable=True, allow_raw_writes=True); "
         "m.write(0, b'\\5' * m.nbytes); print('written', flush=True); time.sleep(60)"
     )
     with subprocess.Popen(
@@ -331,7 +331,7 @@ def rewritten(path: Path) -> None:
 
 
 def defragmented(path: Path) -> None:
-    kind = fw.BlockMap.of(path).file_system
+    kind = fw.file.BlockMap.of(path).file_system
     call(*(["e4defrag", path] if kind == "ext4" else ["xfs_fsr", path]))
 
 
@@ -351,9 +351,9 @@ def test_map_of_a_file_that_was_changed_is_refused(
     path: Path, change: Callable[[Path], None], match: str
 ) -> None:
     fragmented(path, 4 * MIB)
-    kept = fw.BlockMap.of(path)
+    kept = fw.file.BlockMap.of(path)
     kept.check()
-    with fw.MappedFile(kept) as storage:
+    with fw.file.MappedFile(kept) as storage:
         assert storage.nbytes == 4 * MIB
     time.sleep(0.02)  # longer than the file system's clock ticks
 
@@ -364,18 +364,18 @@ def test_map_of_a_file_that_was_changed_is_refused(
     assert refused.value.errno == STALE
     if path.exists():
         with pytest.raises(StorageError, match="stale block map"):
-            fw.MappedFile(kept)
+            fw.file.MappedFile(kept)
 
 
 def test_defragmented_file_has_other_places_and_is_read_by_its_new_map(path: Path) -> None:
     content = fragmented(path, 4 * MIB)
-    before = fw.BlockMap.of(path)
+    before = fw.file.BlockMap.of(path)
 
     defragmented(path)
 
-    if fw.BlockMap.of(path).extents == before.extents:
+    if fw.file.BlockMap.of(path).extents == before.extents:
         pytest.skip("the file system left the file where it was")
-    with fw.MappedFile(path) as storage:
+    with fw.file.MappedFile(path) as storage:
         assert storage.read(0, len(content)) == content
 
 
@@ -385,7 +385,7 @@ def test_defragmented_file_has_other_places_and_is_read_by_its_new_map(path: Pat
 def test_writes_need_permission_by_name(path: Path) -> None:
     store(path, bytes(8192))
     with pytest.raises(ArgumentError, match="allow_raw_writes=True"):
-        fw.MappedFile(path, writable=True)
+        fw.file.MappedFile(path, writable=True)
     assert dump(path) == bytes(8192)
 
 
@@ -393,11 +393,11 @@ def test_blocks_that_hold_nothing_of_the_file_are_refused(path: Path) -> None:
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, MIB)
     with pytest.raises(PathError, match="unwritten"):
-        fw.MappedFile(path)
+        fw.file.MappedFile(path)
     os.truncate(path, 0)
     os.truncate(path, MIB)
     with pytest.raises(PathError, match="hole"):
-        fw.MappedFile(path)
+        fw.file.MappedFile(path)
 
 
 def test_shared_blocks_are_refused(volume: Mounted, path: Path) -> None:
@@ -407,7 +407,7 @@ def test_shared_blocks_are_refused(volume: Mounted, path: Path) -> None:
     except OSError:
         pytest.skip(f"{volume.kind} shares no blocks here")
     with pytest.raises(PathError, match=r"shared.*--reflink=never"):
-        fw.MappedFile(path)
+        fw.file.MappedFile(path)
     path.with_name("clone").unlink()
     wait_until(lambda: is_usable(path), "the clone's blocks are given up")
 
@@ -415,7 +415,7 @@ def test_shared_blocks_are_refused(volume: Mounted, path: Path) -> None:
 def test_another_namespace_is_refused(path: Path) -> None:
     store(path, bytes(8192))
     with Memory(MIB) as memory, pytest.raises(ArgumentError, match="no namespace of a drive"):
-        fw.MappedFile(path, memory)  # type: ignore[arg-type]
+        fw.file.MappedFile(path, memory)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,7 @@ def test_file_whose_bytes_are_elsewhere_is_refused(
         os.sync()
 
         with pytest.raises(PathError, match=match) as refused:
-            fw.MappedFile(path)
+            fw.file.MappedFile(path)
         assert refused.value.errno in (errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -469,8 +469,8 @@ def test_part_of_a_file_is_used_alone(path: Path) -> None:
     content = fragmented(path, 4 * MIB)
     for offset, nbytes in [(0, 1), (4096, 5000), (MIB, 2 * MIB), (4 * MIB - 4096, None)]:
         expected = content[offset:] if nbytes is None else content[offset : offset + nbytes]
-        with fw.MappedFile(path, offset=offset, nbytes=nbytes) as blocks:
+        with fw.file.MappedFile(path, offset=offset, nbytes=nbytes) as blocks:
             assert blocks.read(0, blocks.nbytes) == expected
     for offset, nbytes in [(1, 1), (-4096, 1), (0, 4 * MIB + 1), (4096, 4 * MIB), (0, 0)]:
         with pytest.raises(ArgumentError):
-            fw.MappedFile(path, offset=offset, nbytes=nbytes)
+            fw.file.MappedFile(path, offset=offset, nbytes=nbytes)

@@ -41,7 +41,7 @@ FW_KERNEL use(fw::array<float> data, fw::array<const record> records, float* buf
 """
 
 
-def use_arrays(device: fw.CudaDevice, path: Path) -> None:
+def use_arrays(device: fw.device.CudaDevice, path: Path) -> None:
     """Everything that a kernel does with an array, in small."""
     np.save(path, np.zeros(9000, np.float32))
     program = fw.compile(KERNELS, device)
@@ -55,11 +55,11 @@ def use_arrays(device: fw.CudaDevice, path: Path) -> None:
         device.empty_array((8192,), np.float32) as buffer,
     ):
         program["use"](data, held, buffer, warps=16)
-        data.synchronize()
-        held.synchronize()
+        data.wait()
+        held.wait()
 
 
-def search(device: fw.CudaDevice, folder: Path) -> None:
+def search(device: fw.device.CudaDevice, folder: Path) -> None:
     """Index an array in divergent code: lanes part, prefetch, miss and meet again."""
     graph = graphs.load("kron:8", folder, seed=1)
     for o_direct in (True, False):
@@ -76,7 +76,7 @@ def main(tool: str) -> None:
         # It knows barriers alone. The users of the staging buffer take turns by a lock in memory.
         compiler.PROGRAM_OPTIONS += ("-DFW_WHOLE_WARPS=1",)
     rng = np.random.default_rng(1)
-    device = fw.CudaDevice(0)
+    device = fw.device.CudaDevice(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.npy"
         content = rng.standard_normal((300, 700)).astype(np.float32)

@@ -40,11 +40,11 @@ def test_gradients_are_the_same_bit_by_bit(tmp_path, x, host, ahead):
     made = model()
     expected = gradients(made, x, steps=3)
 
-    with offload_activations(tmp_path, host=host, ahead=ahead, device="cuda") as offloaded:
+    with offload_activations(tmp_path, host_memory=host, ahead=ahead, device="cuda") as offloaded:
         found = gradients(made, x, steps=3)
 
     assert all(map(torch.equal, found, expected))
-    stats = offloaded.stats()
+    stats = offloaded.stats
     assert stats.saved_bytes > 1 << 30
     assert (stats.read_bytes > 0) == (host != "4 GiB")
 
@@ -57,7 +57,10 @@ def test_work_on_another_stream_sees_the_same_bytes(tmp_path, x):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
 
-    with offload_activations(tmp_path, host="200 MiB", device="cuda"), torch.cuda.stream(stream):
+    with (
+        offload_activations(tmp_path, host_memory="200 MiB", device="cuda"),
+        torch.cuda.stream(stream),
+    ):
         found = gradients(made, x, steps=2)
 
     torch.cuda.synchronize()
@@ -74,7 +77,7 @@ def test_device_memory_after_forward_is_less(tmp_path, x):
     resident = torch.cuda.memory_allocated() - before
     del loss
 
-    with offload_activations(tmp_path, host="4 GiB", device="cuda") as offloaded:
+    with offload_activations(tmp_path, host_memory="4 GiB", device="cuda") as offloaded:
         loss = made(x).square().mean()
         torch.cuda.synchronize()
         offloaded._store._engine.synchronize()

@@ -1,4 +1,4 @@
-"""Arrays on a GPU, against numpy: every data path, geometry and library that callers bring."""
+"""Arrays on a GPU, against numpy: every route, geometry and library that callers bring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def device():
-    with fw.CudaDevice(0) as found:
+    with fw.device.CudaDevice(0) as found:
         yield found
 
 
@@ -74,21 +74,21 @@ def test_long_ranges_go_by_copy_engines_and_see_what_was_stored(device):
         assert (x[:] == now).all()
         assert (x.gather_async(range(4000), out).result().cpu().numpy() == now[:4000]).all()
         assert x.stats.bytes_copied == (4000 + 4096 + 4000) * 4096
-        assert "by copy engines" in x.explain().ranges
+        assert "by copy engines" in x.explain().facts["ranges"]
 
 
 def test_read_only_resident_file_is_mapped(tmp_path, device):
     save(tmp_path / "a.npy", (4000, 256))
 
     with fw.open(tmp_path / "a.npy", device=device, strict="in_place") as x:
-        assert x.explain().path == "in_place"
+        assert x.explain().route == "in_place"
 
 
 def test_depth_two_and_one_set_make_progress(tmp_path, device):
     content = save(tmp_path / "a.npy", (500, 256))
     index = np.random.default_rng(1).integers(0, 500, 2000)
     for path in ("in_place", "bounce"):
-        controller = fw.SoftwareController(queue_pairs=1, depth=2, data_path=path)
+        controller = fw.nvme.SoftwareController(queue_pairs=1, depth=2, route=path)
 
         with fw.open(
             tmp_path / "a.npy", device=device, cache=4 * 512, line=512, controller=controller
@@ -119,7 +119,7 @@ def test_memory_storage_is_written_in_place(device):
         x[...] = content
         x.flush()
 
-        assert x.explain().path == "in_place"
+        assert x.explain().route == "in_place"
     assert (held == content).all()
 
 

@@ -32,12 +32,12 @@ FW_KERNEL double_rows(fw::pipeline<int32_t> p, const int64_t* ids, uint64_t n, u
     int32_t* now = buffers + b % 2 * n * width;
     int32_t* next = buffers + (b + 1) % 2 * n * width;
     if (b + 1 < batches) p.prefetch(ids + (b + 1) * n, n, next);
-    const uint64_t lost = p.prefetch_synchronize();
+    const uint64_t lost = p.prefetch_wait();
     for (uint64_t i = fw::base::thread_index(); i < n * width; i += fw::base::thread_count()) {
       now[i] *= 2;
     }
     p.write_back(ids + b * n, n, now);
-    const uint64_t unwritten = p.write_back_synchronize();
+    const uint64_t unwritten = p.write_back_wait();
     if (fw::base::thread_index() == 0) failed[0] += lost + unwritten;
   }
 }
@@ -51,7 +51,7 @@ FW_KERNEL gather_by_blocks(fw::pipeline<const int32_t> p, const int64_t* ids, ui
     uint64_t ticket = 0;
     if (i < batches) ticket = fw::block::prefetch(p, ids + first, n, to + first * width);
     if (i > 0) {
-      const uint64_t lost = fw::block::prefetch_synchronize(p, before);
+      const uint64_t lost = fw::block::prefetch_wait(p, before);
       if (threadIdx.x == 0) failed[block] += lost;
     }
     before = ticket;
@@ -59,7 +59,7 @@ FW_KERNEL gather_by_blocks(fw::pipeline<const int32_t> p, const int64_t* ids, ui
 }
 
 FW_KERNEL finish(fw::pipeline<const int32_t> p, uint64_t* out) {
-  const uint64_t lost = p.prefetch_synchronize();
+  const uint64_t lost = p.prefetch_wait();
   if (fw::base::thread_index() == 0) out[0] = lost;
 }
 
@@ -78,7 +78,7 @@ def device() -> CudaDevice:
 
 
 @pytest.fixture(scope="module")
-def program(device: CudaDevice) -> fw.Program:
+def program(device: CudaDevice) -> fw.program.Program:
     return fw.compile(SOURCE, device)
 
 
@@ -100,7 +100,7 @@ def calls(device: CudaDevice, storage: Memory) -> Iterator[DeviceCalls]:
     ) as engine:  # fmt: skip
         made = DeviceCalls(engine, "int32")
         yield made
-        device.synchronize()
+        device.wait()
         made.close()
 
 
@@ -111,13 +111,13 @@ def placed(device: CudaDevice, data: np.ndarray) -> DeviceMemory:
 
 
 def fetched(device: CudaDevice, memory: DeviceMemory, dtype: Any, count: int) -> np.ndarray:
-    device.synchronize()
+    device.wait()
     return np.frombuffer(device.download(memory.address, count * np.dtype(dtype).itemsize), dtype)
 
 
 @pytest.mark.parametrize("n", [1, 512, 1300])
 def test_a_launch_streams_rows_through_two_buffers(
-    n: int, device: CudaDevice, program: fw.Program, calls: DeviceCalls, storage: Memory
+    n: int, device: CudaDevice, program: fw.program.Program, calls: DeviceCalls, storage: Memory
 ) -> None:
     batches = 5
     before = rows_of(storage)
@@ -137,7 +137,7 @@ def test_a_launch_streams_rows_through_two_buffers(
 
 
 def test_blocks_have_batches_of_their_own(
-    device: CudaDevice, program: fw.Program, calls: DeviceCalls, storage: Memory
+    device: CudaDevice, program: fw.program.Program, calls: DeviceCalls, storage: Memory
 ) -> None:
     blocks, batches, n = 6, 10, 300
     ids = np.random.default_rng(2).integers(0, ROWS, blocks * batches * n)
@@ -154,7 +154,7 @@ def test_blocks_have_batches_of_their_own(
 
 
 def test_what_a_kernel_cannot_do_is_raised(
-    device: CudaDevice, program: fw.Program, storage: Memory
+    device: CudaDevice, program: fw.program.Program, storage: Memory
 ) -> None:
     with BatchEngine(
         device, storage, rows=ROWS, row_bytes=4 * WIDTH, batch_rows=4, slots=2,
@@ -181,7 +181,7 @@ def test_what_a_kernel_cannot_do_is_raised(
 
 
 def test_memory_comes_and_goes_while_a_kernel_waits(
-    device: CudaDevice, program: fw.Program, storage: Memory
+    device: CudaDevice, program: fw.program.Program, storage: Memory
 ) -> None:
     n = 300
     ids = placed(device, np.arange(n))
@@ -213,7 +213,7 @@ def test_memory_comes_and_goes_while_a_kernel_waits(
 
 
 def test_closing_waits_for_the_kernel(
-    device: CudaDevice, program: fw.Program, storage: Memory
+    device: CudaDevice, program: fw.program.Program, storage: Memory
 ) -> None:
     n = 300
     ids = placed(device, np.arange(n))
@@ -231,7 +231,7 @@ def test_closing_waits_for_the_kernel(
 
 
 def test_a_storage_that_fails_fails_rows_of_one_batch(
-    device: CudaDevice, program: fw.Program, storage: Memory
+    device: CudaDevice, program: fw.program.Program, storage: Memory
 ) -> None:
     batches, n = 3, 100
     ids = np.random.default_rng(4).permutation(ROWS)[: batches * n]
@@ -255,7 +255,7 @@ def test_a_storage_that_fails_fails_rows_of_one_batch(
 
 
 def test_kernels_start_batches_of_a_pipeline(
-    tmp_path: Path, device: CudaDevice, program: fw.Program
+    tmp_path: Path, device: CudaDevice, program: fw.program.Program
 ) -> None:
     n, batches = 200, 4
     values = np.random.default_rng(6).integers(-1000, 1000, (ROWS, WIDTH), np.int32)

@@ -23,7 +23,7 @@ RING = Ring(1 << 20, 4)
 
 @pytest.fixture(scope="module")
 def device():
-    with fw.CudaDevice(0) as found:
+    with fw.device.CudaDevice(0) as found:
         yield found
 
 

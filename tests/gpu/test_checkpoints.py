@@ -18,13 +18,15 @@ COUNT = 1 << 20  # float32: 4 MiB
 
 def opened(path: Path, **options: Any) -> fw.Checkpointer:
     return fw.Checkpointer(
-        path, "cuda:0", **{"gpu_cache": "16 MiB", "host_cache": "64 MiB"} | options
+        path, "cuda:0", **{"gpu_memory": "16 MiB", "host_memory": "64 MiB"} | options
     )
 
 
 @pytest.mark.parametrize("order", ["sequential", "reverse"])
 @pytest.mark.parametrize(
-    "caches", [{}, {"gpu_cache": 0}, {"host_cache": 0}, {"gpu_cache": 0, "host_cache": 0}], ids=str
+    "caches",
+    [{}, {"gpu_memory": 0}, {"host_memory": 0}, {"gpu_memory": 0, "host_memory": 0}],
+    ids=str,
 )
 def test_versions_come_back_through_all_tiers(
     tmp_path: Path, order: str, caches: dict[str, Any]
@@ -65,7 +67,7 @@ def test_copies_are_ordered_on_the_callers_stream(tmp_path: Path) -> None:
 
 def test_an_overlapped_checkpoint_is_staged_before_the_state_changes(tmp_path: Path) -> None:
     state = torch.zeros(COUNT, device="cuda")
-    with opened(tmp_path, gpu_cache=0) as checkpointer:
+    with opened(tmp_path, gpu_memory=0) as checkpointer:
         checkpointer.protect("state", state)
         for version in range(20):
             checkpointer.wait_staged()

@@ -44,13 +44,15 @@ def two_gpus() -> None:
 
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize(
-    "caches", [{}, {"gpu_cache": 0}, {"host_cache": 0}, {"gpu_cache": 0, "host_cache": 0}], ids=str
+    "caches",
+    [{}, {"gpu_memory": 0}, {"host_memory": 0}, {"gpu_memory": 0, "host_memory": 0}],
+    ids=str,
 )
 def test_the_second_gpu_is_as_good_as_the_first(
     tmp_path: Path, caches: dict[str, Any], current: int
 ) -> None:
     state = torch.empty(COUNT, device="cuda:1")
-    options = {"gpu_cache": "16 MiB", "host_cache": "64 MiB"} | caches
+    options = {"gpu_memory": "16 MiB", "host_memory": "64 MiB"} | caches
     with torch.cuda.device(current), fw.Checkpointer(tmp_path, "cuda:1", **options) as made:
         made.protect("state", state)
         for version in reversed(range(VERSIONS)):

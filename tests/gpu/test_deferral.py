@@ -18,7 +18,7 @@ ROWS = 40_000
 
 @pytest.fixture(scope="module")
 def device():
-    with fw.CudaDevice(0) as found:
+    with fw.device.CudaDevice(0) as found:
         yield found
 
 
@@ -41,7 +41,7 @@ def blocks(request, monkeypatch):
 def test_rows_are_gathered(table, device, blocks, o_direct, cache):
     path, content = table
     index = np.random.default_rng(1).integers(0, ROWS, 60_000)
-    controller = fw.SoftwareController(data_path="bounce")
+    controller = fw.nvme.SoftwareController(route="bounce")
 
     with fw.open(path, device=device, cache=cache, o_direct=o_direct, controller=controller) as x:
         assert x._attachment.launcher._deferral.blocks == blocks
@@ -61,7 +61,7 @@ def test_rows_of_any_width_are_gathered(tmp_path, device, blocks, width):
         device=device,
         cache="1 MiB",
         line=512,
-        controller=fw.SoftwareController(commands=True),
+        controller=fw.nvme.SoftwareController(commands=True),
     ) as x:
         assert (x.gather(index) == content[index]).all()
         assert (x[17:-3] == content[17:-3]).all()
@@ -82,11 +82,11 @@ def test_rows_are_scattered(tmp_path, device, blocks):
 def test_rows_are_prefetched(table, device, blocks):
     path, content = table
     index = np.random.default_rng(1).permutation(ROWS)[:20_000]
-    controller = fw.SoftwareController(data_path="bounce")
+    controller = fw.nvme.SoftwareController(route="bounce")
 
     with fw.open(path, device=device, cache="256 MiB", controller=controller) as x:
         x.prefetch(index)
-        x.synchronize()
+        x.wait()
         fetched = x.stats.misses
         assert fetched >= index.size * 0.9
         assert (x.gather(index) == content[index]).all()
@@ -98,7 +98,7 @@ def test_launches_that_overlap_share_one_list(table, device, blocks):
     path, content = table
     rng = np.random.default_rng(3)
     streams = [torch.cuda.Stream() for _ in range(3)]
-    controller = fw.SoftwareController(data_path="bounce")
+    controller = fw.nvme.SoftwareController(route="bounce")
 
     with fw.open(path, device=device, cache="8 MiB", controller=controller) as x:
         for _ in range(5):
@@ -108,7 +108,7 @@ def test_launches_that_overlap_share_one_list(table, device, blocks):
             for each, out, stream in zip(index, outs, streams, strict=True):
                 x.gather(each, out, stream=stream)
             torch.cuda.synchronize()
-            x.synchronize()
+            x.wait()
             for each, out in zip(index, outs, strict=True):
                 assert (out.cpu().numpy() == content[each.cpu().numpy()]).all()
             assert call.result().shape == (20_000, 1024)
@@ -137,14 +137,14 @@ def test_indices_out_of_bounds_among_deferred_misses_are_noted_once(table, devic
     index = np.random.default_rng(5).permutation(ROWS)[:30_000]
     index[[3, 17_000, 29_999]] = ROWS, -ROWS - 1, ROWS + 7
     inside = np.flatnonzero((index < ROWS) & (index >= -ROWS))
-    controller = fw.SoftwareController(data_path="bounce")
+    controller = fw.nvme.SoftwareController(route="bounce")
     stream = torch.cuda.Stream()
 
     with fw.open(path, device=device, cache="4 MiB", controller=controller) as x:
         out = torch.full((index.size, 1024), 7, dtype=torch.int32, device="cuda")
         x.gather(torch.from_numpy(index).cuda(), out, stream=stream)
         with pytest.raises(errors.BoundsError, match="the first of 3 such"):
-            x.synchronize(stream)
+            x.wait(stream)
         rows = out.cpu().numpy()
         assert (rows[inside] == content[index[inside]]).all()
         assert rows.sum() == rows[inside].sum(), "rows of strays are zero"
@@ -156,7 +156,7 @@ def test_replays_of_a_graph_defer_their_misses(table, device, blocks):
     rng = np.random.default_rng(6)
     index = torch.zeros(20_000, dtype=torch.int64, device="cuda")
     out = torch.zeros(20_000, 1024, dtype=torch.int32, device="cuda")
-    controller = fw.SoftwareController(data_path="bounce")
+    controller = fw.nvme.SoftwareController(route="bounce")
     graph = torch.cuda.CUDAGraph()
 
     with fw.open(path, device=device, cache="4 MiB", controller=controller) as x:
@@ -188,7 +188,7 @@ def test_the_list_goes_from_one_launch_to_another(table, device, first, monkeypa
     streams = [torch.cuda.Stream() for _ in range(2)]
     index = [torch.zeros(6_000, dtype=torch.int64, device="cuda") for _ in streams]
     outs = [torch.zeros(6_000, 1024, dtype=torch.int32, device="cuda") for _ in streams]
-    controller = fw.SoftwareController(data_path="bounce")
+    controller = fw.nvme.SoftwareController(route="bounce")
     graph = torch.cuda.CUDAGraph()
     ours = {"graph": 0, "call": 1}[first]
 
@@ -221,7 +221,7 @@ def test_the_list_goes_from_one_launch_to_another(table, device, first, monkeypa
 def test_small_calls_do_not_defer(table, device, blocks):
     torch = pytest.importorskip("torch")
     path, content = table
-    controller = fw.SoftwareController(data_path="bounce")
+    controller = fw.nvme.SoftwareController(route="bounce")
 
     with fw.open(path, device=device, cache="4 MiB", controller=controller) as x:
         deferral, answers = x._attachment.launcher._deferral, []
@@ -240,14 +240,14 @@ def test_matmuls_run_beside_a_gather_that_waits_for_storage(table, device):
     out = torch.empty(ROWS, 1024, dtype=torch.int32, device="cuda")
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
-    drive = fw.SSDModel.named("P5800X")
+    drive = fw.nvme.SSDModel.named("P5800X")
     with torch.cuda.stream(theirs):
         a @ a  # the first one allocates, which would wait for all kernels
 
     def matmuls_within(blocks: int, monkeypatch: pytest.MonkeyPatch) -> int:
         monkeypatch.setenv("FLASHWARP_DRAIN_BLOCKS", str(blocks))
         with fw.open(
-            path, device=device, cache="4 MiB", controller=fw.SoftwareController(model=drive)
+            path, device=device, cache="4 MiB", controller=fw.nvme.SoftwareController(model=drive)
         ) as x:
             x.gather(index, out)
             torch.cuda.synchronize()
@@ -278,7 +278,7 @@ def test_prefetches_on_another_stream_share_the_list(tmp_path, device, blocks):
     index = torch.randint(len(rows), (31, 53_248), generator=made, device="cuda")
     out = torch.empty(index.shape[1], 128, dtype=torch.int32, device="cuda")
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    controller = fw.SoftwareController(data_path="bounce")
+    controller = fw.nvme.SoftwareController(route="bounce")
 
     with fw.open(
         tmp_path / "tables.bin", dtype=np.int32, shape=rows.shape, device=device, cache="24 MiB",

@@ -143,7 +143,7 @@ def test_kernel_reads_and_writes_host_memory_at_its_own_address(device: CudaDevi
     source.as_numpy().view(np.uint64)[:] = np.arange(count)
 
     device.launch("add", AddParams(source.address, target.address, count, 5), warps=1000)
-    device.synchronize()
+    device.wait()
 
     assert np.array_equal(target.as_numpy().view(np.uint64), np.arange(count) + 5)
 
@@ -162,7 +162,7 @@ def test_kernel_reads_registered_memory_at_its_own_address(
         assert registration.address == values.ctypes.data
         params = AddParams(registration.address, target.address, count, 7)
         device.launch("add", params, warps=1000)
-        device.synchronize()
+        device.wait()
 
     result = np.frombuffer(device.download(target.address, 8 * count), np.uint64)
     assert np.array_equal(result, values + np.uint64(7))
@@ -182,7 +182,7 @@ def test_kernel_reads_a_read_only_file_in_the_page_cache_in_place(
     with device.register_host(values.ctypes.data, values.nbytes, read_only=True) as registration:
         params = AddParams(registration.address, target.address, count, 7)
         device.launch("add", params, warps=1000)
-        device.synchronize()
+        device.wait()
 
     result = np.frombuffer(device.download(target.address, 8 * count), np.uint64)
     assert np.array_equal(result, values + np.uint64(7))
@@ -209,7 +209,7 @@ def test_small_launch_has_the_blocks_that_are_useful(
     counter = device.allocate(8)
 
     device.launch("count_blocks", LaunchParams(counter.address), warps=warps, block_threads=threads)
-    device.synchronize()
+    device.wait()
 
     assert int.from_bytes(device.download(counter.address, 8), "little") == blocks
 
@@ -218,7 +218,7 @@ def test_large_launch_has_the_blocks_that_run_at_a_time(device: CudaDevice) -> N
     counter = device.allocate(8)
 
     device.launch("count_blocks", LaunchParams(counter.address), warps=1 << 30)
-    device.synchronize()
+    device.wait()
 
     blocks = int.from_bytes(device.download(counter.address, 8), "little")
     kernel = device.built_in("count_blocks")
@@ -265,14 +265,14 @@ def test_wait_times_out_while_a_kernel_waits_and_other_work_goes_on(device: Cuda
     # Ten seconds bound the kernel should the test fail before it sets the flag.
     device.launch("wait", WaitParams(flag.address, 10_000_000_000), warps=1, stream=other)
     with pytest.raises(DeviceTimeout, match=r"limit 0\.2 s"):
-        device.synchronize(other, timeout_s=0.2)
+        device.wait(other, timeout_s=0.2)
     device.upload(memory.address, bytes(64))
     device.launch("count_blocks", LaunchParams(memory.address), warps=1)
     assert int.from_bytes(device.download(memory.address, 8), "little") == 1
     assert not device.context.stream_done(other)
 
     flag.as_numpy()[0] = 1
-    device.synchronize(other, timeout_s=5)
+    device.wait(other, timeout_s=5)
     device.context.call("cuStreamDestroy", other)
 
 
@@ -307,10 +307,10 @@ def test_order_makes_one_stream_wait_for_another(device: CudaDevice) -> None:
     device.launch("wait", WaitParams(flag.address, 10_000_000_000), warps=1, stream=other)
     device.order(other, None)
     with pytest.raises(DeviceTimeout):
-        device.synchronize(timeout_s=0.1)
+        device.wait(timeout_s=0.1)
 
     flag.as_numpy()[0] = 1
-    device.synchronize(timeout_s=5)
+    device.wait(timeout_s=5)
     device.context.call("cuStreamDestroy", other)
 
 
@@ -408,7 +408,7 @@ t.stand_in(device, t.Path({source!r}))
 memory = device.allocate(100)
 device.launch("add", t.AddParams(8, 16, 1, 1), warps=1)
 try:
-    device.synchronize()
+    device.wait()
 except DeviceError as error:
     print(error)
 memory.close()

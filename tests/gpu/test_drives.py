@@ -43,10 +43,10 @@ def test_doorbells_rung_as_registers_are_served(tmp_path: Path, line: int) -> No
     values = np.random.default_rng(7).integers(0, 1 << 30, (4096, line // 4), np.int32)
     np.save(tmp_path / "rows.npy", values)
     rows = np.random.default_rng(8).integers(0, len(values), 20_000)
-    controller = fw.SoftwareController(4, 64, data_path="bounce", commands=True)
+    controller = fw.nvme.SoftwareController(4, 64, route="bounce", commands=True)
     settings = {"device": "cuda:0", "cache": "1 MiB", "line": line, "controller": controller}
     with fw.open(tmp_path / "rows.npy", "r+", **settings) as x:
-        queues = x.controller.queues
+        queues = x.service.queues
         put_in_terms_of_a_drive(queues)
 
         np.testing.assert_array_equal(x[rows], values[rows])

@@ -35,14 +35,14 @@ HELD = {
 }
 PATHS = {
     "in_place": {},
-    "rings": {"controller": fw.SoftwareController(commands=True)},
+    "rings": {"controller": fw.nvme.SoftwareController(commands=True)},
     "o_direct": {"o_direct": True},
 }
 
 
 @pytest.fixture(scope="module")
 def device():
-    with fw.CudaDevice(0) as found:
+    with fw.device.CudaDevice(0) as found:
         yield found
 
 
@@ -251,7 +251,7 @@ def test_groups_of_26_tables(stored_as, one_array):
 
 def test_replays_read_the_present_ids(stored_as):
     weights = numbers(ROWS, 40, torch.float8_e4m3fn)
-    x = stored_as(weights, controller=fw.SoftwareController(commands=True))
+    x = stored_as(weights, controller=fw.nvme.SoftwareController(commands=True))
     table = fw.torch.Embedding(x, stored=torch.float8_e4m3fn, scales=torch.tensor(0.5).cuda())
     index, found = ids(300), torch.empty(300, 40, device="cuda")
     graph = captured(lambda: found.copy_(table((index * 7 + 1) % ROWS)))
@@ -299,7 +299,7 @@ def test_compiled_with_reduce_overhead(stored_as):
 def test_prefetch_on_a_side_stream_brings_the_rows(stored_as):
     weights = numbers(ROWS, 256, torch.float32)
     # So large that no set gets more lines than it has frames: those would be skipped, or evicted.
-    x = stored_as(weights, cache="64 MiB", controller=fw.SoftwareController(commands=True))
+    x = stored_as(weights, cache="64 MiB", controller=fw.nvme.SoftwareController(commands=True))
     table, index, side = fw.torch.Embedding(x), ids(2000), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
 

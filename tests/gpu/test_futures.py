@@ -22,7 +22,7 @@ ROWS, WORDS = 4000, 256  # a row is a kilobyte
 
 @pytest.fixture(scope="module")
 def device():
-    with fw.CudaDevice(0) as found:
+    with fw.device.CudaDevice(0) as found:
         yield found
 
 
@@ -205,9 +205,9 @@ def test_streams_are_ordered_without_the_host(x, content):
             values = torch.full((512, WORDS), turn, dtype=torch.int32, device="cuda")
 
         write = x.scatter_async(slice(0, 512), values, stream=stream)
-        write.wait_on(stream)
+        write.before(stream)
         read = x.gather_async(rows, stream=stream)
-        out = read.wait_on(stream)
+        out = read.before(stream)
         with torch.cuda.stream(stream):
             total = int(out.to(torch.int64).sum())
 
@@ -243,7 +243,7 @@ def test_cupy_in_cupy_out(x, content):
     assert (result.get() == content[index.get()]).all()
     stream = cupy.cuda.Stream(non_blocking=True)
     read = x.gather_async(index, stream=stream)
-    out = read.wait_on(stream)
+    out = read.before(stream)
     with stream:
         assert int((out == result).all())
     read.result()

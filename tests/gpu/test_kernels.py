@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def device():
-    with fw.CudaDevice(0) as found:
+    with fw.device.CudaDevice(0) as found:
         yield found
 
 
@@ -95,9 +95,9 @@ def test_elements_of_a_cold_cache_add_up(tmp_path, device, random, o_direct, lin
                 seed=5,
                 random=random,
             )
-            array.controller.wake()
+            array.service.wake()
             device.run_kernel(load_kernels(device)[kernel], [bytes(params)], warps=300)
-            array.synchronize()
+            array.wait()
             sums.append(int.from_bytes(device.download(total.address, 8), "little"))
 
     assert sums[0] == sums[1]

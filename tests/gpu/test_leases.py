@@ -13,7 +13,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.device import resolve
-from flashwarp.errors import DataPathError, StorageError
+from flashwarp.errors import RouteError, StorageError
 from flashwarp.storage.lease import Lease
 from support.file_writer import (
     ADDED,
@@ -48,7 +48,7 @@ def has_new_rows(x: fw.Array) -> bool:
 def test_rows_are_new_after_another_process_has_rewritten_the_file(path: Path, how: str) -> None:
     # Larger than the file: what was read before would stay.
     with fw.open(path, device="cuda:0", cache="8 MiB") as x:
-        assert x.explain().path == "in_place"
+        assert x.explain().route == "in_place"
         assert "a lease holds writers off" in str(x.explain())
         np.testing.assert_array_equal(x[:], rows())
 
@@ -56,7 +56,7 @@ def test_rows_are_new_after_another_process_has_rewritten_the_file(path: Path, h
 
         # Nobody calls drop_cache: the lease, taken again, proves that the writer has gone.
         wait_until(lambda: has_new_rows(x), "old rows for ever")
-        assert x.explain().path == "bounce"
+        assert x.explain().route == "bounce"
 
 
 @pytest.mark.parametrize("how", ["truncate", "direct"])
@@ -97,7 +97,7 @@ def test_kernel_that_runs_while_the_pages_are_left_sees_old_or_new_elements(path
     with fw.open(path, device=device, cache="64 KiB") as x:
         program["watch"](x, ADDED, 3_000_000_000, counts)
         opened_s = rewrite(path, "direct")
-        x.synchronize()
+        x.wait()
 
         wrong, fresh = np.frombuffer(device.download(counts.address, 16), np.uint64)
         assert wrong == 0
@@ -117,10 +117,10 @@ def test_kernels_without_a_call_of_the_array_serve_no_line_from_before_the_write
     def old_elements(refreshes: bool) -> int:
         device.fill(count.address, 0, 8)
         x._attachment.row_calls.changes = (
-            x.controller.changes
+            x.service.changes
         )  # as in a replayed graph: the host drops nothing
         program["count_old"](x, int(refreshes), count)
-        x.synchronize()
+        x.wait()
         return int.from_bytes(device.download(count.address, 8), "little")
 
     with fw.open(path, device=device, cache="8 MiB") as x:
@@ -130,7 +130,7 @@ def test_kernels_without_a_call_of_the_array_serve_no_line_from_before_the_write
             assert opened_s < OPEN_S_MAX
             lease = x._attachment.storage.lease
             wait_until(lambda: bool(lease._held), "the lease is taken again")  # noqa: B023
-            x._attachment.row_calls.changes = x.controller.changes
+            x._attachment.row_calls.changes = x.service.changes
             if refreshed_by == "refresh_lines":
                 x._attachment.maintain("refresh_lines")
             if refreshed_by == "gather":
@@ -155,7 +155,7 @@ def test_writer_does_not_wait_for_a_kernel(path: Path) -> None:
         with path.open("r+b"):
             opened_s = time.monotonic() - begin
         ran_on = not done.done()
-        x.synchronize()
+        x.wait()
 
         assert ran_on, "the kernel had ended before the file was opened"
         assert opened_s < 1.0
@@ -172,14 +172,14 @@ def test_address_in_place_is_given_while_the_lease_holds(path: Path) -> None:
 
 def test_file_open_for_writing_is_not_read_in_place(path: Path) -> None:
     with path.open("r+b"), fw.open(path, device="cuda:0") as x:
-        assert x.explain().path == "bounce"
+        assert x.explain().route == "bounce"
         assert "a process has the file open for writing" in str(x.explain())
         np.testing.assert_array_equal(x[:], rows())
 
 
 def test_immutable_file_is_read_in_place_without_a_lease(path: Path) -> None:
     with path.open("r+b"), fw.open(path, device="cuda:0", immutable=True) as x:
-        assert x.explain().path == "in_place"
+        assert x.explain().route == "in_place"
         assert "immutable=True" in str(x.explain())
         assert x.in_place is not None
         np.testing.assert_array_equal(x[:], rows())
@@ -190,7 +190,7 @@ def test_strict_array_refuses_what_does_not_come_in_place_any_more(path: Path) -
         x.gather(np.arange(10))
         rewrite(path)
 
-        with pytest.raises(DataPathError, match="a writer has opened"):
+        with pytest.raises(RouteError, match="a writer has opened"):
             x.gather(np.arange(10))
 
 

@@ -50,7 +50,7 @@ def same(tensor, bits):
 def test_bytes_are_those_of_the_file(tmp_path, o_direct):
     held = write(tmp_path / "x.safetensors", SHAPES)
 
-    found = fw.load(tmp_path / "x.safetensors", "cuda", o_direct=o_direct, staging="20 MiB")
+    found = fw.load(tmp_path / "x.safetensors", "cuda", o_direct=o_direct, host_memory="20 MiB")
 
     assert all(same(found[name], bits) for name, bits in held.items())
     assert all(t.is_cuda and t.dtype == torch.bfloat16 for t in found.values())
@@ -95,13 +95,13 @@ def test_loaded_tensors_are_there_for_every_stream(tmp_path):
 def test_pinned_memory_is_bounded_and_given_back(tmp_path, monkeypatch):
     write(tmp_path / "x.safetensors", {"x": (64, MIB)})
     made = []
-    with fw.CudaDevice(0) as device:
+    with fw.device.CudaDevice(0) as device:
         register = device.register_host
         monkeypatch.setattr(
             device, "register_host", lambda *each: made.append(register(*each)) or made[-1]
         )
 
-        fw.load(tmp_path / "x.safetensors", device, staging="32 MiB")
+        fw.load(tmp_path / "x.safetensors", device, host_memory="32 MiB")
 
     assert 0 < sum(memory.nbytes for memory in made) <= 32 * MIB
     assert all(memory.closed for memory in made)
@@ -127,7 +127,7 @@ def test_what_does_not_fit_the_gpu_is_refused_and_frees_all(tmp_path):
 def test_a_failing_read_leaves_no_pinned_memory(tmp_path, monkeypatch):
     write(tmp_path / "x.safetensors", {"x": (64, MIB)})
     made = []
-    with fw.CudaDevice(0) as device:
+    with fw.device.CudaDevice(0) as device:
         register = device.register_host
         monkeypatch.setattr(
             device, "register_host", lambda *each: made.append(register(*each)) or made[-1]

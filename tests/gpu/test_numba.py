@@ -93,8 +93,8 @@ def test_every_number_is_loaded_and_stored(dtype: str, tmp_path: Path, device: C
         # From the end, as negative indices count.
         gather[64, 128](out, x, cuda.to_device(order - len(values)))
         scatter[64, 128](y, cuda.to_device(order.astype(np.uint32)), out)
-        x.synchronize(0)
-        y.synchronize(0)
+        x.wait(0)
+        y.wait(0)
 
         assert (out.copy_to_host() == values[order]).all()
         assert (y[:] == values).all()
@@ -119,7 +119,7 @@ def test_axes_lengths_and_sizes(tmp_path: Path, device: CudaDevice) -> None:
     out = cuda.device_array(503, np.int64)
     with fw.open(tmp_path / "x.npy", device=device, cache="64 KiB") as x:
         row_sums[4, 128](out, x)
-        x.synchronize(0)
+        x.wait(0)
 
     assert out.copy_to_host()[:500].tolist() == values.sum(1).tolist()
     assert out.copy_to_host()[500:].tolist() == [500, 150_000, 2]
@@ -139,7 +139,7 @@ def test_index_out_of_bounds_is_raised(
         read[1, 1](out, x, *place)
 
         with pytest.raises(BoundsError):
-            x.synchronize(0)
+            x.wait(0)
         assert out.copy_to_host()[0] == 0
 
 
@@ -160,7 +160,7 @@ def test_transfers_of_ones_own_buffers(floats: fw.Array) -> None:
 
     polls = cuda.to_device(np.zeros(16 * 64, np.uint32))
     double[16, 64](floats, polls)
-    floats.synchronize(0)
+    floats.wait(0)
 
     assert (floats[:] == 2 * np.arange(floats.size, dtype=np.float32)).all()
 
@@ -178,7 +178,7 @@ def test_more_tokens_than_one_place_remembers(floats: fw.Array) -> None:
 
     out = cuda.to_device(np.full(256, -1, np.float32))
     kernel[1, 128](out, floats)
-    floats.synchronize(0)
+    floats.wait(0)
 
     assert out.copy_to_host()[::2].tolist() == list(range(0, 128 * 4096, 4096))
     assert (out.copy_to_host()[1::2] == 0).all()
@@ -193,7 +193,7 @@ def test_transfer_that_does_not_fit_its_buffer_is_refused(floats: fw.Array) -> N
     kernel[1, 1](out, floats)
 
     with pytest.raises(BoundsError):
-        floats.synchronize(0)
+        floats.wait(0)
     assert (out.copy_to_host() == 7).all()
 
 
@@ -205,7 +205,7 @@ def test_numbers_are_added_to_in_one_step(dtype: str, tmp_path: Path, device: Cu
 
     with fw.create(tmp_path / "x.npy", dtype, (100,), device=device) as x:
         count[100, 100](x)
-        x.synchronize(0)
+        x.wait(0)
 
         assert (x[:] == 100).all()
 
@@ -227,7 +227,7 @@ def test_device_functions_take_arrays_and_tokens(floats: fw.Array) -> None:
 
     out = cuda.device_array(3, np.float32)
     kernel[1, 1](out, floats)
-    floats.synchronize(0)
+    floats.wait(0)
 
     assert out.copy_to_host().tolist() == [42, 100, 0]
 
@@ -270,7 +270,7 @@ def test_store_to_a_read_only_array_is_refused(tmp_path: Path, device: CudaDevic
             scatter[1, 1](x, index, value)
 
 
-def test_failed_transfers_are_raised_by_synchronize(tmp_path: Path, device: CudaDevice) -> None:
+def test_failed_transfers_are_raised_by_wait(tmp_path: Path, device: CudaDevice) -> None:
     (tmp_path / "x.bin").write_bytes(bytes(4096))
     storage = Faulty(fw.storage.File(tmp_path / "x.bin", writable=True), "read eio")
     with fw.open(storage, "r+", "f4", (1000,), device=device) as x:
@@ -278,7 +278,7 @@ def test_failed_transfers_are_raised_by_synchronize(tmp_path: Path, device: Cuda
         gather[1, 1](out, x, cuda.to_device(np.zeros(1, np.int64)))
 
         with pytest.raises(StorageError, match="a kernel"):
-            x.synchronize(0)
+            x.wait(0)
 
 
 def test_closed_arrays_and_arrays_on_the_cpu_are_refused(floats: fw.Array, tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_closed_arrays_and_arrays_on_the_cpu_are_refused(floats: fw.Array, tmp_p
 def test_registers_leave_room_for_many_warps(floats: fw.Array) -> None:
     out, index = cuda.device_array(1, np.float32), cuda.to_device(np.zeros(1, np.int64))
     gather[1, 1](out, floats, index)
-    floats.synchronize(0)
+    floats.wait(0)
 
     registers = gather.get_regs_per_thread()
 
@@ -327,11 +327,11 @@ def test_kernels_append_to_files(device: CudaDevice, tmp_path: Path) -> None:
 @jit
 def add_one(p: Any, ids: Any, rows: Any, failed: Any) -> None:
     p.prefetch(ids, ids.size, rows)
-    lost = p.prefetch_synchronize()
+    lost = p.prefetch_wait()
     for i in range(cuda.grid(1), rows.size, cuda.gridsize(1)):
         rows[i] += 1
     p.write_back(ids, ids.size, rows)
-    lost += p.write_back_synchronize()
+    lost += p.write_back_wait()
     if cuda.grid(1) == 0:
         failed[0] = lost
 

@@ -28,7 +28,7 @@ _NAMES = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float32:
 
 @pytest.fixture(scope="module")
 def device():
-    with fw.CudaDevice(0) as found:
+    with fw.device.CudaDevice(0) as found:
         yield found
 
 
@@ -74,8 +74,8 @@ def model_on_meta():
 
 
 PATHS = {
-    "in_place": {"ram": "256 MiB", "immutable": True},
-    "bounce": {"ram": "12 MiB"},
+    "in_place": {"host_memory": "256 MiB", "immutable": True},
+    "bounce": {"host_memory": "12 MiB"},
 }
 
 
@@ -88,13 +88,13 @@ def test_rows_are_bit_equal_along_each_path(path, shift, tmp_path, weight, devic
     with (
         torch.no_grad(),
         offload(
-            model, "*", tmp_path, gpu="16 MiB", device=device, rows_per_step=1, **PATHS[path]
+            model, "*", tmp_path, gpu_memory="16 MiB", device=device, rows_per_step=1, **PATHS[path]
         ) as tables,
     ):
         found = model.ngram_embedding(ids)
         tables.tables["ngram_embedding"].check()
         assert torch.equal(found, weight.cuda()[ids])
-        report = tables.report()
+        report = tables.stats
         assert report.tables[0].path == path
         assert report.gpu_bytes <= 16 << 20
         assert report.seconds_per_step > 0
@@ -112,7 +112,13 @@ def test_a_table_in_parts_with_scales_is_looked_up(tmp_path, weight, device):
     with (
         torch.no_grad(),
         offload(
-            model, "ngram*", tmp_path, ram="64 MiB", gpu="64 MiB", device=device, rows_per_step=9
+            model,
+            "ngram*",
+            tmp_path,
+            host_memory="64 MiB",
+            gpu_memory="64 MiB",
+            device=device,
+            rows_per_step=9,
         ),
     ):
         found = model.ngram_embedding(ids)
@@ -134,13 +140,13 @@ def test_a_table_in_parts_of_two_files_is_read_in_place(immutable, tmp_path, wei
     with (
         torch.no_grad(),
         offload(
-            model, "*", tmp_path, ram="256 MiB", gpu="16 MiB", device=device, rows_per_step=1,
-            immutable=immutable,
+            model, "*", tmp_path, host_memory="256 MiB", gpu_memory="16 MiB", device=device,
+            rows_per_step=1, immutable=immutable,
         ) as tables,
     ):  # fmt: skip
         array = tables.tables["ngram_embedding"]
         # A file system without leases leaves only the promise.
-        assert array.controller.path == "in_place" or not immutable
+        assert array.service.route == "in_place" or not immutable
         before = array.stats.commands
         assert torch.equal(model.ngram_embedding(ids), resident[ids])
         array.check()
@@ -150,7 +156,7 @@ def test_a_table_in_parts_of_two_files_is_read_in_place(immutable, tmp_path, wei
         few.copy_(ids[500:600])
         graph.replay()
         assert torch.equal(out, resident[few])
-        if array.controller.path == "in_place":
+        if array.service.route == "in_place":
             assert array.stats.commands == before
         del graph, out
         gc.collect()
@@ -164,7 +170,7 @@ def test_ids_and_rows_are_one_graph(path, tmp_path, weight, device):
 
     with (
         torch.no_grad(),
-        offload(model, "*", tmp_path, gpu="16 MiB", device=device, **PATHS[path]) as tables,
+        offload(model, "*", tmp_path, gpu_memory="16 MiB", device=device, **PATHS[path]) as tables,
     ):
         model(tokens)
         torch.cuda.synchronize()
@@ -186,7 +192,10 @@ def test_compiled_models_use_graphs(tmp_path, weight, device):
     save(tmp_path / "x.safetensors", {"ngram_embedding.weight": weight})
     model, resident = model_on_meta(), weight.cuda()
 
-    with torch.no_grad(), offload(model, "*", tmp_path, ram="64 MiB", gpu="16 MiB", device=device):
+    with (
+        torch.no_grad(),
+        offload(model, "*", tmp_path, host_memory="64 MiB", gpu_memory="16 MiB", device=device),
+    ):
         compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
         for seed in range(6):
             torch.manual_seed(seed)
@@ -204,7 +213,9 @@ def test_ids_out_of_bounds_are_reported(tmp_path, weight, device):
 
     with (
         torch.no_grad(),
-        offload(model, "*", tmp_path, ram="64 MiB", gpu="16 MiB", device=device) as tables,
+        offload(
+            model, "*", tmp_path, host_memory="64 MiB", gpu_memory="16 MiB", device=device
+        ) as tables,
     ):
         for wrong in (ROWS, -1):
             found = model.ngram_embedding(torch.tensor([5, wrong], device="cuda"))
@@ -240,8 +251,8 @@ def test_memory_stays_within_the_limits(tmp_path, device):
         with (
             torch.no_grad(),
             offload(
-                model, "0", tmp_path, ram=limit_ram, gpu=limit_gpu, device=device, names=names,
-                rows_per_step=1,
+                model, "0", tmp_path, host_memory=limit_ram, gpu_memory=limit_gpu, device=device,
+                names=names, rows_per_step=1,
             ),
         ):  # fmt: skip
             for _ in range(20):
@@ -277,6 +288,6 @@ def test_ngram_embeddings_of_transformers(tmp_path, device):
     tokens = torch.randint(0, 300, (2, 40), device="cuda")
     with torch.no_grad():
         expected = held.cuda()["ple_embedding"](tokens, None)
-        with offload(held, "*.ngram_embedding", tmp_path, ram="64 MiB", gpu="32 MiB",
+        with offload(held, "*.ngram_embedding", tmp_path, host_memory="64 MiB", gpu_memory="32 MiB",
                      device=device):  # fmt: skip
             assert torch.equal(held["ple_embedding"](tokens, None), expected)

@@ -16,7 +16,7 @@ ROWS, WIDTH = 512, 1024
 
 @pytest.fixture(scope="module")
 def device():
-    with fw.CudaDevice(0) as found:
+    with fw.device.CudaDevice(0) as found:
         yield found
 
 
@@ -77,7 +77,7 @@ def test_calls_on_many_streams_keep_their_order(array):
         kept.append(values)
         outs.append(out)
     torch.cuda.synchronize()
-    x.synchronize()
+    x.wait()
     for step, out in enumerate(outs, 1):
         assert (out == step).all(), step
 
@@ -138,7 +138,7 @@ def test_streams_that_are_gone_leave_their_marks(array):
         out = rows_of(0, 64)
         torch.cuda.current_stream().synchronize()
         x.gather(ids, out, stream=other)
-        x.synchronize(other)
+        x.wait(other)
         assert (out == step).all()
         x._attachment.forget_stream(other.handle)
         other.close()
@@ -191,4 +191,4 @@ def test_capture_that_would_wait_for_outside_work_is_refused(array):
             graph.capture_end()
     torch.cuda.synchronize()
     graph.reset()
-    x.synchronize()
+    x.wait()

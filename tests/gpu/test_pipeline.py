@@ -38,7 +38,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def device():
-    with fw.CudaDevice(0) as found:
+    with fw.device.CudaDevice(0) as found:
         yield found
 
 
@@ -57,7 +57,7 @@ def read(request, tmp_path, content, device):
         source or tmp_path / "rows", "r", "i4", (ROWS, WORDS), device=device, cache="1 MiB",
         **options,
     ) as x:  # fmt: skip
-        pulled = pipeline.get("sms", 8 if x.controller.path == "in_place" else 0)
+        pulled = pipeline.get("sms", 8 if x.service.route == "in_place" else 0)
         yield x, pipeline, "pull" if pulled else "ring"
         gc.collect()  # of graphs that read it
 
@@ -91,8 +91,8 @@ def test_one_stream_samples_prefetches_and_computes_without_a_wait_of_the_host(r
     x, options, way = read
     with fw.Pipeline(x, BATCH, **options) as p:
         for _ in range(4):
-            assert p.prefetch(sample()).way == way, p.explain()
-            p.synchronize().to(torch.int64).sum(dim=1)
+            assert p.prefetch(sample()).route == way, p.explain()
+            p.take().to(torch.int64).sum(dim=1)
         torch.cuda.synchronize()
         results = []
 
@@ -100,7 +100,7 @@ def test_one_stream_samples_prefetches_and_computes_without_a_wait_of_the_host(r
         for _ in range(6):
             ids = sample()
             p.prefetch(ids)
-            results.append((ids, p.synchronize().to(torch.int64).sum(dim=1)))
+            results.append((ids, p.take().to(torch.int64).sum(dim=1)))
         end = torch.cuda.Event()
         end.record()
         assert not end.query(), "the host has waited for the GPU"
@@ -143,7 +143,7 @@ def test_ids_of_the_host_of_every_form(read, content):
             p.prefetch(ids)
         for ids in forms:
             want = content[ids] if isinstance(ids, slice) else content[np.array(ids, np.int64)]
-            np.testing.assert_array_equal(host(p.synchronize()), want)
+            np.testing.assert_array_equal(host(p.take()), want)
 
 
 def test_a_buffer_is_not_overwritten_while_a_slow_kernel_reads_it(read, content):
@@ -151,12 +151,12 @@ def test_a_buffer_is_not_overwritten_while_a_slow_kernel_reads_it(read, content)
     with fw.Pipeline(x, BATCH, **options) as p:
         ids = sample()
         p.prefetch(ids)
-        rows = p.synchronize()
+        rows = p.take()
         torch.cuda._sleep(WAIT_CYCLES)
         late = rows.clone()
         for _ in range(7):
             p.prefetch(sample())
-            p.synchronize()
+            p.take()
         np.testing.assert_array_equal(host(late), content[host(ids)])
 
 
@@ -165,7 +165,7 @@ def test_a_graph_samples_nothing_twice(read, content):
     ids, out = sample(), torch.empty(BATCH, WORDS, dtype=torch.int32, device="cuda")
     with fw.Pipeline(x, BATCH, **options) as p:
         p.prefetch(ids)
-        out.copy_(p.synchronize())
+        out.copy_(p.take())
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         if way != "pull":
@@ -174,7 +174,7 @@ def test_a_graph_samples_nothing_twice(read, content):
             return
         with torch.cuda.graph(graph):
             p.prefetch(ids)
-            out.copy_(p.synchronize())
+            out.copy_(p.take())
 
         for _ in range(5):
             ids.copy_(sample())
@@ -193,14 +193,14 @@ def test_rows_out_of_bounds_are_zero_and_raised(read, content):
         with pytest.raises(BoundsError):
             ticket.wait()
         try:
-            rows = p.synchronize()
+            rows = p.take()
         except BoundsError:
             rows = None
         if rows is not None:
             np.testing.assert_array_equal(host(rows)[[0, 2]], content[[5, 7]])
             assert not host(rows)[1].any()
         p.prefetch([8])
-        np.testing.assert_array_equal(np.asarray(p.synchronize()), content[8:9])
+        np.testing.assert_array_equal(np.asarray(p.take()), content[8:9])
 
 
 @pytest.mark.parametrize("sms", [None, 0, 8])
@@ -216,7 +216,7 @@ def test_what_is_written_is_read_by_later_batches_and_is_durable(written, conten
             ids = torch.from_numpy(which).cuda()
             p.write_back(ids if turn % 2 else which, rows)
             p.prefetch(ids)
-            np.testing.assert_array_equal(host(p.synchronize()), now[which])
+            np.testing.assert_array_equal(host(p.take()), now[which])
         first = turn * 10
         now[first : first + 20] += 1
         p.write_back(slice(first, first + 20), torch.from_numpy(now[first : first + 20]).cuda())
@@ -232,7 +232,7 @@ def test_stores_through_the_array_are_seen(written):
     x.scatter(np.arange(100), np.full((100, WORDS), 5, np.int32))
     with fw.Pipeline(x, BATCH, library="torch") as p:
         p.prefetch(range(100))
-        assert bool((p.synchronize() == 5).all())
+        assert bool((p.take() == 5).all())
 
 
 def test_tiles_of_three_vectors(device, tmp_path):
@@ -271,11 +271,11 @@ def test_long_rows_and_ranges_go_by_copy_engines(device):
     ):
         which = np.random.default_rng(6).integers(0, 200, 100)
         for ids in (which, slice(50, 150), range(199, 100, -1)):
-            assert p.prefetch(ids).way == "copies"
+            assert p.prefetch(ids).route == "copies"
         for want in (data[which], data[50:150], data[199:100:-1]):
-            np.testing.assert_array_equal(host(p.synchronize()), want)
-        assert p.prefetch(torch.from_numpy(which).cuda()).way == "pull"
-        np.testing.assert_array_equal(host(p.synchronize()), data[which])
+            np.testing.assert_array_equal(host(p.take()), want)
+        assert p.prefetch(torch.from_numpy(which).cuda()).route == "pull"
+        np.testing.assert_array_equal(host(p.take()), data[which])
 
 
 def test_a_batch_that_fails_leaves_the_next_ones(device, tmp_path, content):
@@ -285,15 +285,15 @@ def test_a_batch_that_fails_leaves_the_next_ones(device, tmp_path, content):
         fw.open(storage, "r", "i4", (ROWS, WORDS), device=device, cache="1 MiB") as x,
         fw.Pipeline(x, BATCH, depth=3, library="torch") as p,
     ):
-        assert p.explain().way == "ring"
+        assert p.explain().route == "ring"
         tickets = [p.prefetch(ids) for ids in ([1, 2], [3, 400, 4], [5])]
         tickets[0].wait()
         with pytest.raises(StorageError):
             tickets[1].wait()
-        np.testing.assert_array_equal(host(p.synchronize()), content[[1, 2]])
+        np.testing.assert_array_equal(host(p.take()), content[[1, 2]])
         with pytest.raises(StorageError):
-            p.synchronize()
-        np.testing.assert_array_equal(host(p.synchronize()), content[[5]])
+            p.take()
+        np.testing.assert_array_equal(host(p.take()), content[[5]])
 
 
 def test_rows_that_do_not_fit_are_refused(written):

@@ -93,7 +93,7 @@ def test_kernel_of_ones_own_has_its_policy(gpu: CudaDevice) -> None:
     ):
         for line in (0, 1, 2, 3, 4, 0):
             touch(x, line * LINE // 8, out)
-            x.synchronize()
+            x.wait()
 
             assert out.copy_to_host()[0] == line
         assert x.stats.misses == 5

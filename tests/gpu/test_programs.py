@@ -28,7 +28,7 @@ def device() -> CudaDevice:
 
 
 @pytest.fixture(scope="module")
-def program(device: CudaDevice) -> fw.Program:
+def program(device: CudaDevice) -> fw.program.Program:
     return fw.compile(KERNELS, device)
 
 
@@ -40,7 +40,7 @@ def floats(tmp_path: Path, device: CudaDevice) -> Iterator[fw.Array]:
 
 @pytest.mark.parametrize("library", ["torch", "cupy"])
 def test_arrays_of_other_libraries_are_used_in_the_order_of_their_stream(
-    library: str, program: fw.Program
+    library: str, program: fw.program.Program
 ) -> None:
     module = pytest.importorskip(library)
     size = 1 << 24
@@ -60,7 +60,7 @@ def test_arrays_of_other_libraries_are_used_in_the_order_of_their_stream(
 
 
 def test_launch_on_a_stream_of_ones_own_is_waited_for_by_close(
-    program: fw.Program, tmp_path: Path, device: CudaDevice
+    program: fw.program.Program, tmp_path: Path, device: CudaDevice
 ) -> None:
     torch = pytest.importorskip("torch")
     stream = torch.cuda.Stream()
@@ -73,7 +73,7 @@ def test_launch_on_a_stream_of_ones_own_is_waited_for_by_close(
 
 
 def test_repeated_launches_take_new_arguments(
-    program: fw.Program, tmp_path: Path, device: CudaDevice
+    program: fw.program.Program, tmp_path: Path, device: CudaDevice
 ) -> None:
     torch = pytest.importorskip("torch")
     scale, gather = program["mine::scale"], program["gather"]
@@ -85,8 +85,8 @@ def test_repeated_launches_take_new_arguments(
         for factor in (2.0, 3.0, 0.5):
             scale(x, factor)
             scale(y, 2 * factor, stream=torch.cuda.current_stream())
-        x.synchronize()
-        y.synchronize()
+        x.wait()
+        y.wait()
         assert set(x[:].tolist()) == {3.0}
         assert set(y[:].tolist()) == {24.0}
 
@@ -98,7 +98,7 @@ def test_repeated_launches_take_new_arguments(
             assert out.tolist() == [first, 999 - first]
 
 
-def test_resources_are_told(program: fw.Program) -> None:
+def test_resources_are_told(program: fw.program.Program) -> None:
     resources = program["gather"].resources
 
     assert resources is not None
@@ -107,7 +107,7 @@ def test_resources_are_told(program: fw.Program) -> None:
 
 
 def test_what_does_not_fit_is_refused(
-    program: fw.Program, floats: fw.Array, tmp_path: Path, device: CudaDevice
+    program: fw.program.Program, floats: fw.Array, tmp_path: Path, device: CudaDevice
 ) -> None:
     with pytest.raises(ArgumentError, match="the array is on cpu"):
         program["increment"](np.zeros(3, np.float32), 3)

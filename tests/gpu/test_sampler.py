@@ -29,14 +29,14 @@ FANOUTS = (25, 10, 3)
 WAYS = {
     "cached": {},
     "in_place": {"cache": "256 KiB"},
-    "rings": {"cache": "256 KiB", "controller": fw.SoftwareController(commands=True)},
+    "rings": {"cache": "256 KiB", "controller": fw.nvme.SoftwareController(commands=True)},
     "o_direct": {"cache": "256 KiB", "o_direct": True, "line": 512},
 }
 
 
 @pytest.fixture(scope="module")
 def device():
-    with fw.CudaDevice(0) as found:
+    with fw.device.CudaDevice(0) as found:
         yield found
 
 

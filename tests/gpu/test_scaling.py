@@ -29,6 +29,6 @@ def test_launch_moves_every_block_of_every_drive(
 
         assert drives.right(load, commands)
         for number, controller in enumerate(drives.controllers):
-            assert controller.stats()["held"] == commands
+            assert controller.stats["held"] == commands
             written = namespaces.words_of(number, 1 << 23, 1 << 23)
             assert written.all() == write

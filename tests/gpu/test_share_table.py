@@ -64,18 +64,18 @@ def device() -> CudaDevice:
 
 
 @pytest.fixture(scope="module")
-def program(device: CudaDevice) -> fw.Program:
+def program(device: CudaDevice) -> fw.program.Program:
     return fw.compile(KERNELS, device)
 
 
 @pytest.fixture(scope="module")
-def blocks(device: CudaDevice) -> fw.Program:
+def blocks(device: CudaDevice) -> fw.program.Program:
     return fw.compile(BLOCKS, device)
 
 
 @pytest.fixture(params=["memory", "file"])
 def x(request: pytest.FixtureRequest, device: CudaDevice, tmp_path: Path) -> Iterator[fw.Array]:
-    """33 lines, of which eight have frames, by the in-place path or through bounce buffers."""
+    """33 lines, of which eight have frames, by the in-place route or through bounce buffers."""
     data = np.arange(LINES * LINE_WORDS, dtype=np.uint64)
     if request.param == "memory":
         storage: fw.storage.Storage = fw.storage.Memory(data)
@@ -104,17 +104,19 @@ def values(memory: DeviceMemory) -> list[int]:
     return [int(value) for value in np.frombuffer(data, np.uint64)]
 
 
-def hazard(program: fw.Program, name: str, x: fw.Array, own: DeviceMemory, other: int) -> list[int]:
+def hazard(
+    program: fw.program.Program, name: str, x: fw.Array, own: DeviceMemory, other: int
+) -> list[int]:
     device = program.device
     assert isinstance(device, CudaDevice)
     with (
-        fw.ShareTable(x) as table,
+        fw.array.ShareTable(x) as table,
         words(device, [0], "u4") as turn,
         words(device, [999] * 6) as seen,
     ):
         warps = other // 32 + 1
         program[name](x, table.kernel_handle, own, turn, seen, other, warps=warps)
-        x.synchronize()
+        x.wait()
         table.check()
         return values(seen)
 
@@ -125,7 +127,7 @@ others = pytest.mark.parametrize("other", [1, 33, 300])
 
 @others
 def test_read_after_write_sees_the_owners_buffer(
-    program: fw.Program, x: fw.Array, own: DeviceMemory, other: int
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory, other: int
 ) -> None:
     seen = hazard(program, "read_after_write", x, own, other)
 
@@ -135,7 +137,7 @@ def test_read_after_write_sees_the_owners_buffer(
 
 @others
 def test_write_after_read_leaves_the_read_its_old_value(
-    program: fw.Program, x: fw.Array, own: DeviceMemory, other: int
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory, other: int
 ) -> None:
     seen = hazard(program, "write_after_read", x, own, other)
 
@@ -145,7 +147,7 @@ def test_write_after_read_leaves_the_read_its_old_value(
 
 @others
 def test_write_after_write_keeps_the_last_one(
-    program: fw.Program, x: fw.Array, own: DeviceMemory, other: int
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory, other: int
 ) -> None:
     seen = hazard(program, "write_after_write", x, own, other)
 
@@ -156,7 +158,7 @@ def test_write_after_write_keeps_the_last_one(
 
 @others
 def test_readers_who_hold_nothing_look_into_the_table_first(
-    program: fw.Program, x: fw.Array, own: DeviceMemory, other: int
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory, other: int
 ) -> None:
     seen = hazard(program, "look_first", x, own, other)
 
@@ -165,17 +167,17 @@ def test_readers_who_hold_nothing_look_into_the_table_first(
 
 @pytest.mark.parametrize("entries", [4, 64, 4096])
 def test_additions_of_all_lanes_are_all_there(
-    program: fw.Program, x: fw.Array, own: DeviceMemory, entries: int
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory, entries: int
 ) -> None:
     rounds, device = 40, x.device
     assert isinstance(device, CudaDevice)
     with (
-        fw.ShareTable(x, entries=entries) as table,
+        fw.array.ShareTable(x, entries=entries) as table,
         words(device, [0]) as full,
         words(device, [0]) as failed,
     ):
         program["add_everywhere"](x, table.kernel_handle, own, rounds, full, failed, warps=16)
-        x.synchronize()
+        x.wait()
         table.check()
         assert values(failed) == [0]
         assert entries != 4 or values(full)[0] > 0
@@ -188,12 +190,14 @@ def test_additions_of_all_lanes_are_all_there(
     np.testing.assert_array_equal(x[:], expected)
 
 
-def test_copies_in_shared_memory_are_their_blocks_own(blocks: fw.Program, x: fw.Array) -> None:
+def test_copies_in_shared_memory_are_their_blocks_own(
+    blocks: fw.program.Program, x: fw.Array
+) -> None:
     rounds, device, warps = 60, x.device, 16
     assert isinstance(device, CudaDevice)
-    with fw.ShareTable(x) as table, words(device, [0]) as failed:
+    with fw.array.ShareTable(x) as table, words(device, [0]) as failed:
         blocks["add_in_shared_memory"](x, table.kernel_handle, rounds, failed, warps=warps)
-        x.synchronize()
+        x.wait()
         table.check()
         assert values(failed) == [0]
 
@@ -205,21 +209,21 @@ def test_copies_in_shared_memory_are_their_blocks_own(blocks: fw.Program, x: fw.
     np.testing.assert_array_equal(x[:], expected)
 
 
-def test_buffer_on_a_lanes_own_stack_is_refused(blocks: fw.Program, x: fw.Array) -> None:
+def test_buffer_on_a_lanes_own_stack_is_refused(blocks: fw.program.Program, x: fw.Array) -> None:
     device = x.device
     assert isinstance(device, CudaDevice)
-    with fw.ShareTable(x) as table, words(device, [9, 9]) as seen:
+    with fw.array.ShareTable(x) as table, words(device, [9, 9]) as seen:
         blocks["use_own_stack"](x, table.kernel_handle, seen, warps=1)
-        x.synchronize()
+        x.wait()
 
         assert values(seen)[0] == 0x7FA
         assert values(seen)[1] == 5, "the line is read where it is"
 
 
 def test_line_that_a_kernel_leaves_is_named(
-    program: fw.Program, x: fw.Array, own: DeviceMemory
+    program: fw.program.Program, x: fw.Array, own: DeviceMemory
 ) -> None:
-    with fw.ShareTable(x) as table:
+    with fw.array.ShareTable(x) as table:
         program["leave"](x, table.kernel_handle, own, 2, warps=1)
 
         with pytest.raises(ShareError, match=r"2 lines .*line 0 of .*modified, line 1 of "):

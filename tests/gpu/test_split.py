@@ -22,7 +22,7 @@ ROWS = 40_000
 
 @pytest.fixture(scope="module")
 def device():
-    with fw.CudaDevice(0) as found:
+    with fw.device.CudaDevice(0) as found:
         yield found
 
 
@@ -41,12 +41,12 @@ def split(monkeypatch):
 
 @pytest.fixture
 def bounce():
-    return fw.SoftwareController(data_path="bounce")
+    return fw.nvme.SoftwareController(route="bounce")
 
 
 def check_batches(x: fw.Array, some: bool = True) -> None:
     """Every batch has ended with all of its commands."""
-    batches = x.controller.batches
+    batches = x.service.batches
     records = [batches.read(batches._batch(i)) for i in range(batches.count)]
     assert all(r.done == 1 and r.completed == r.submitted for r in records)
     assert any(r.submitted for r in records) == some
@@ -72,7 +72,7 @@ def test_rows_of_any_width_are_gathered(tmp_path, device, width):
     content = np.arange(3_000_000 // width * width, dtype=np.int32).reshape(-1, width)
     np.save(tmp_path / "a.npy", content)
     index = np.random.default_rng(1).integers(0, len(content), min(len(content), 50_000))
-    settings = fw.SoftwareController(commands=True)
+    settings = fw.nvme.SoftwareController(commands=True)
     with fw.open(
         tmp_path / "a.npy", device=device, cache="4 MiB", line=512, controller=settings
     ) as x:
@@ -165,7 +165,7 @@ def test_failures_and_bad_indices_are_raised(table, device):
         out = torch.full((bad.size, 1024), 7, dtype=torch.int32, device="cuda")
         x.gather(torch.from_numpy(bad).cuda(), out, stream=stream)
         with pytest.raises(errors.BoundsError, match="the first of 1 such"):
-            x.synchronize(stream)
+            x.wait(stream)
         assert not out[7].any()
 
 
@@ -201,7 +201,7 @@ ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
 with torch.cuda.stream(theirs):
     a @ a
 with fw.open(path, device="cuda:0", cache="64 MiB", o_direct=True,
-             controller=fw.SoftwareController(data_path="bounce")) as x:
+             controller=fw.nvme.SoftwareController(route="bounce")) as x:
     x.gather(index, out)
     x.drop_cache()
     torch.cuda.synchronize()
@@ -243,5 +243,5 @@ def test_default_leaves_everything_as_it_was(table, device, bounce, monkeypatch)
     monkeypatch.delenv("FLASHWARP_SPLIT_MISSES")
     path, content = table
     with fw.open(path, device=device, cache="16 MiB", controller=bounce) as x:
-        assert x.controller.batches is None
+        assert x.service.batches is None
         assert (x.gather([1, 2, 3]) == content[1:4]).all()

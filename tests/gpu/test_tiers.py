@@ -38,15 +38,15 @@ def test_arrays_over_several_storages_are_as_numpy_has_them(
     path: str, layout: Any, count: int
 ) -> None:
     drives = [Memory(1 << 20) for _ in range(count)]
-    settings = fw.SoftwareController(queue_pairs=4, depth=16, data_path=path)
+    settings = fw.nvme.SoftwareController(queue_pairs=4, depth=16, route=path)
     whole = Striped(drives) if layout == "stripe" else Replicated(drives)
     with fw.open(whole, "r+", "<i8", device="cuda:0", cache="256 KiB", controller=settings) as x:
         held = np.zeros(x.shape, np.int64)
         churn(x, held, 5, count)
         x.flush()
         assert whole.read(0, held.nbytes) == held.tobytes()
-        for served in x.controller.stats()["controllers"]:
-            assert served["commands"]["read"] > 0 or x.controller.plain_reads
+        for served in x.service.stats["controllers"]:
+            assert served["commands"]["read"] > 0 or x.service.plain_reads
     if layout == "replicate":
         assert len({drive.read(0, drive.nbytes) for drive in drives}) == 1
 
@@ -55,7 +55,7 @@ def test_a_read_that_fails_on_one_replica_is_answered_by_another() -> None:
     content = np.random.default_rng(1).integers(0, 1 << 60, 1 << 17)
     drives = [Faulty(Memory(content.copy()), "read eio p=0.5") for _ in "ab"]
     good = Memory(content.copy())
-    settings = fw.SoftwareController(data_path="bounce")
+    settings = fw.nvme.SoftwareController(route="bounce")
     with fw.open(
         Replicated([drives[0], good, drives[1]]),
         "r+",
@@ -86,7 +86,7 @@ def test_a_stripe_that_fails_is_named(tmp_path: Path) -> None:
 def test_more_misses_of_a_warp_than_any_ring_has_slots() -> None:
     drives = [Memory(1 << 22) for _ in range(4)]
     controllers = [
-        fw.SoftwareController(queue_pairs=1, depth=depth, data_path="bounce")
+        fw.nvme.SoftwareController(queue_pairs=1, depth=depth, route="bounce")
         for depth in (2, 4, 8, 2)
     ]
     with fw.open(
@@ -109,8 +109,8 @@ def test_the_tier_answers_what_left_the_frames(policy: str) -> None:
         "r+",
         "<i8",
         device="cuda:0",
-        cache=fw.Cache("1 MiB", policy=policy, host_capacity="8 MiB"),
-        controller=fw.SoftwareController(data_path="bounce"),
+        cache=fw.Cache("1 MiB", policy=policy, host_memory="8 MiB"),
+        controller=fw.nvme.SoftwareController(route="bounce"),
     ) as x:
         lines = np.arange(0, len(content), LINE // 8)
         np.testing.assert_array_equal(x.gather(lines), content[lines])

@@ -29,14 +29,14 @@ pytestmark = [
 ROWS, WORDS = 4000, 256  # a row is a kilobyte
 PATHS = {
     "in_place": {},
-    "rings": {"controller": fw.SoftwareController(commands=True)},
+    "rings": {"controller": fw.nvme.SoftwareController(commands=True)},
     "o_direct": {"o_direct": True},
 }
 
 
 @pytest.fixture(scope="module")
 def device():
-    with fw.CudaDevice(0) as found:
+    with fw.device.CudaDevice(0) as found:
         yield found
 
 
@@ -116,7 +116,7 @@ def test_repeated_gathers_take_new_operands(x, content):
         out = torch.empty((32, WORDS), dtype=torch.int32, device="cuda") if turn % 2 else None
         rows = x.gather(ids, out, stream=stream if turn % 3 else None)
         assert np.array_equal(rows.cpu().numpy(), content[ids.cpu().numpy()])
-    x.synchronize()
+    x.wait()
 
 
 def test_operator_is_captured_between_kernels(x, content):
@@ -153,7 +153,7 @@ def test_replays_store_new_rows(writable, content, tmp_path):
 def test_replay_of_a_prefetch_brings_rows_into_the_cache(x):
     index = some(40, 0, low=0)
     graph = captured(lambda: x.prefetch(index, stream=here()))
-    x.synchronize()
+    x.wait()
     x.drop_cache()
     index.copy_(torch.arange(0, 40))
 
@@ -227,7 +227,7 @@ def test_capture_by_the_driver(x, content, device):
         out.zero_()
         torch.cuda.synchronize()
         done(driver.cuGraphLaunch(executable, stream.handle))
-        device.synchronize(stream)
+        device.wait(stream)
         assert torch.equal(out, rows_of(content, index))
     done(driver.cuGraphExecDestroy(executable))
     done(driver.cuGraphDestroy(graph))
@@ -335,11 +335,11 @@ def test_an_array_is_not_closed_while_a_graph_reads_it(x, content):
         lambda x, index: x.gather(np.arange(3), stream=here()),
         lambda x, index: x.gather_async(index),
         lambda x, index: x.prefetch(np.arange(3), stream=here()),
-        lambda x, index: x.synchronize(here()),
+        lambda x, index: x.wait(here()),
         lambda x, index: x.drop_cache(),
         lambda x, index: x[3:5],
     ],
-    ids=["no stream", "host", "host indices", "async", "prefetch", "synchronize", "drop", "slice"],
+    ids=["no stream", "host", "host indices", "async", "prefetch", "wait", "drop", "slice"],
 )
 def test_a_call_that_cannot_be_captured_leaves_the_capture_usable(x, content, call):
     index, a = some(32, 0), torch.zeros(8, device="cuda")

@@ -33,14 +33,14 @@ OPTIMIZERS = {
 }
 PATHS = {
     "default": {},
-    "rings": {"controller": fw.SoftwareController(commands=True)},
+    "rings": {"controller": fw.nvme.SoftwareController(commands=True)},
     "o_direct": {"o_direct": True},
 }
 
 
 @pytest.fixture(scope="module")
 def device():
-    with fw.CudaDevice(0) as found:
+    with fw.device.CudaDevice(0) as found:
         yield found
 
 
@@ -77,7 +77,7 @@ def test_training_equals_torch(tmp_path, device, name, dim, way):
                 optimizer.zero_grad()
                 (each(ids) * slope).sum().backward()
                 optimizer.step()
-        module.array.synchronize()
+        module.array.wait()
 
         np.testing.assert_allclose(
             weights(module), reference.weight.detach().cpu().numpy(), rtol=1e-4, atol=1e-4
@@ -95,7 +95,7 @@ def test_many_rows_of_few_lines_lose_no_update(tmp_path, device):
             )
             optimizer.step()
             optimizer.zero_grad()
-        module.array.synchronize()
+        module.array.wait()
 
         np.testing.assert_allclose(weights(module), before - 80, rtol=1e-5)
 
@@ -108,7 +108,7 @@ def test_the_same_step_gives_the_same_bits(tmp_path, device):
             ids = torch.randint(0, 50, (20_000,), generator=generator).cuda()
             module.pending.append((ids, torch.randn(20_000, 64, generator=generator).cuda()))
             RowWiseAdagrad(module, lr=0.1).step()
-            module.array.synchronize()
+            module.array.wait()
             results.append(module.array[:50].tobytes())
 
     assert len(set(results)) == 1
@@ -176,7 +176,7 @@ def test_ids_out_of_bounds_are_raised_by_the_next_call(tmp_path, device):
         module.pending.append((torch.tensor([ROWS, 3, -1]).cuda(), torch.ones(3, 4).cuda()))
         SGD(module, lr=1.0).step()
         with pytest.raises(errors.BoundsError):
-            module.array.synchronize()
+            module.array.wait()
         before[3] -= 1
         np.testing.assert_array_equal(weights(module), before)
 
@@ -220,7 +220,7 @@ def test_captured_gradients_are_for_a_step_in_the_same_capture(tmp_path, device)
         optimizer = SGD(module, lr=1.0)
         ids = torch.tensor([1, 2]).cuda()
         step(module, optimizer, ids)
-        module.array.synchronize()
+        module.array.wait()
         before = weights(module)
 
         optimizer.zero_grad()
@@ -235,7 +235,7 @@ def test_captured_gradients_are_for_a_step_in_the_same_capture(tmp_path, device)
             optimizer.step()
         optimizer.zero_grad()
         optimizer.step()
-        module.array.synchronize()
+        module.array.wait()
         np.testing.assert_array_equal(weights(module), before)
 
 

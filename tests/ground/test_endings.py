@@ -78,14 +78,14 @@ def test_what_owns_something_is_not_copied(path: Path, device: CpuDevice) -> Non
             x._attachment.storage,
             future,
             device.allocate(1),
-            x.controller.queues,
+            x.service.queues,
         )
         for owner in owners:
             for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
                 with pytest.raises(CopyError):
                     duplicate(owner)
         with pytest.raises(CopyError):
-            copy.copy(x.controller)
+            copy.copy(x.service)
         gc.collect()
 
         assert future.result().tolist() == [[1] * 4]
@@ -110,7 +110,7 @@ def test_pickled_array_has_its_path_and_a_cache_of_its_own(
     path: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(path.parent)
-    plan = fw.SoftwareController(queue_pairs=2, depth=8)
+    plan = fw.nvme.SoftwareController(queue_pairs=2, depth=8)
     with (
         fw.Cache("64 KiB", line="2 KiB", policy="lru", device=device) as cache,
         fw.open(path.name, cache=cache, controller=plan) as x,
@@ -123,7 +123,7 @@ def test_pickled_array_has_its_path_and_a_cache_of_its_own(
             assert y.cache is not cache
             assert (y.cache.capacity, y.cache.line_bytes) == (cache.capacity, 2048)
             assert y.cache.policy == cache.policy
-            assert y.controller.queues.depth == 8
+            assert y.service.queues.depth == 8
 
 
 def test_pickled_array_that_nobody_uses_opens_nothing(path: Path) -> None:
@@ -195,13 +195,13 @@ def test_device_raises_what_its_arrays_could_not_flush(tmp_path: Path) -> None:
 
 
 def test_settings_outlive_their_arrays_and_serve_several_at_once(path: Path) -> None:
-    controller = fw.SoftwareController(threads=1)
+    controller = fw.nvme.SoftwareController(threads=1)
     with fw.open(path, device="cpu", controller=controller) as x:
         with fw.open(path, device="cpu", controller=controller) as y:
-            assert x.controller is not y.controller
+            assert x.service is not y.service
             assert y[3].tolist() == [3] * 4
         with pytest.raises(ClosedError):
-            _ = y.controller.queues
+            _ = y.service.queues
         # The end of one leaves the other's threads alone.
         assert x[1].tolist() == [1] * 4
 

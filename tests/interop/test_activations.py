@@ -61,7 +61,13 @@ def gradients(made, x, steps=1):
 
 
 def offloading(folder, **options):
-    options = {"host": "2 MiB", "ahead": "512 KiB", "least": "4 KiB", "device": "cpu", **options}
+    options = {
+        "host_memory": "2 MiB",
+        "ahead": "512 KiB",
+        "least": "4 KiB",
+        "device": "cpu",
+        **options,
+    }
     return offload_activations(folder, **options)
 
 
@@ -77,11 +83,11 @@ def test_gradients_are_the_same_bit_by_bit(tmp_path, x, host, ahead):
     made = model()
     expected = gradients(made, x)
 
-    with offloading(tmp_path, host=host, ahead=ahead) as offloaded:
+    with offloading(tmp_path, host_memory=host, ahead=ahead) as offloaded:
         found = gradients(made, x)
 
     assert all(map(torch.equal, found, expected))
-    stats = offloaded.stats()
+    stats = offloaded.stats
     assert stats.saved > 60
     if host == "64 MiB":
         assert stats.written_bytes == stats.read_bytes == 0
@@ -96,7 +102,7 @@ def test_several_steps_use_the_same_part_of_the_file(tmp_path, x):
     with offloading(tmp_path) as offloaded:
         found = gradients(made, x, steps=5)
         size = os.fstat(offloaded._store._fd).st_size
-        saved = offloaded.stats().saved_bytes
+        saved = offloaded.stats.saved_bytes
 
     assert all(map(torch.equal, found, expected))
     assert size < saved / 3
@@ -107,7 +113,7 @@ def test_host_memory_is_bounded(tmp_path, x):
         loss = model()(x).square().mean()
         ring = offloaded._store._pinned
         assert ring.allocated_bytes <= 2 * MIB
-        assert offloaded.stats().saved_bytes > 8 * MIB
+        assert offloaded.stats.saved_bytes > 8 * MIB
         loss.backward()
 
 
@@ -116,7 +122,7 @@ def test_a_storage_that_several_nodes_save_is_saved_once(tmp_path):
     with offloading(tmp_path) as offloaded:
         y = x * 2
         z = (y.square() + y.exp() + y.view(50, 200).sin().view(100, 100)).sum()
-        saved = offloaded.stats().saved
+        saved = offloaded.stats.saved
         z.backward()
     # y, and the result of exp.
     assert saved == 2
@@ -141,7 +147,7 @@ def test_strides_of_a_view_come_back(tmp_path):
     with offloading(tmp_path) as offloaded:
         part = (made * 2)[:, 1].T
         Keep.apply(part).backward()
-        assert offloaded.stats().saved == 1
+        assert offloaded.stats.saved == 1
 
     assert seen[0][:2] == (part.stride(), part.storage_offset())
     assert torch.equal(seen[0][2], part)
@@ -151,9 +157,9 @@ def test_strides_of_a_view_come_back(tmp_path):
 def test_dtypes_come_back(tmp_path, dtype):
     x = torch.randn(200, 100).to(dtype).requires_grad_()
 
-    with offloading(tmp_path, host="512 KiB") as offloaded:
+    with offloading(tmp_path, host_memory="512 KiB") as offloaded:
         (x * 1).square().abs().sum().backward()
-        assert offloaded.stats().saved >= 1
+        assert offloaded.stats.saved >= 1
     found, x.grad = x.grad, None
     (x * 1).square().abs().sum().backward()
 
@@ -167,7 +173,7 @@ def test_parameters_and_small_tensors_stay(tmp_path):
     with offloading(tmp_path, least=8001) as offloaded:
         layer(x).sum().backward()
 
-    assert offloaded.stats().saved == 0
+    assert offloaded.stats.saved == 0
 
 
 def test_a_change_in_place_is_saved_anew(tmp_path):
@@ -185,7 +191,7 @@ def test_a_change_in_place_is_saved_anew(tmp_path):
         for _ in range(3):
             buffer.add_(1)
             (x.square() * buffer.clone()).sum().backward()
-        assert offloaded.stats().saved > 3
+        assert offloaded.stats.saved > 3
     assert torch.allclose(x.grad, 2 * x * 6)
 
 
@@ -229,7 +235,7 @@ def test_changes_that_backward_does_not_see_are_allowed(tmp_path):
         first.sum().backward()
         x.add_(1)
         (x @ weight).sum().backward()
-        assert offloaded.stats().saved == 2
+        assert offloaded.stats.saved == 2
     assert torch.equal(weight.grad, torch.full((200, 8), 300.0 * 3))
 
 
@@ -286,7 +292,10 @@ def test_backward_after_the_end_is_refused(tmp_path, x):
 
 
 def test_a_tensor_larger_than_the_host_memory_is_refused(tmp_path):
-    with offloading(tmp_path, host="64 KiB"), pytest.raises(ArgumentError, match="raise host="):
+    with (
+        offloading(tmp_path, host_memory="64 KiB"),
+        pytest.raises(ArgumentError, match="raise host_memory="),
+    ):
         (torch.randn(200, 200, requires_grad=True) * 1).square()
 
 
@@ -347,5 +356,5 @@ def test_a_file_system_without_nameless_files_takes_a_removed_one(tmp_path, x, m
         assert os.listdir(tmp_path) == []
         found = gradients(made, x)
 
-    assert not offloaded.stats().o_direct
+    assert not offloaded.stats.o_direct
     assert all(map(torch.equal, found, expected))

@@ -381,7 +381,7 @@ def test_arrays_that_do_not_fit_together(tmp_path, arrays):
         fw.open(tmp_path / "short.npy", device="cpu") as short,
         fw.open(tmp_path / "text.npy", device="cpu") as text,
         fw.open(tmp_path / "one.npy", device="cpu") as one,
-        fw.open(tmp_path / "y.npy", device=fw.CpuDevice(1)) as elsewhere,
+        fw.open(tmp_path / "y.npy", device=fw.device.CpuDevice(1)) as elsewhere,
     ):
         with pytest.raises(ArgumentError, match="lengths"):
             fw.torch.Loader((arrays[0], short), 4)

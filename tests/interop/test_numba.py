@@ -61,7 +61,7 @@ DTYPES = [
 SAMPLED_DTYPES = sample(DTYPES, 3)
 
 
-NEWEST = fw.Policy(
+NEWEST = fw.policy.Policy(
     "newest",
     """
     struct newest {
@@ -193,7 +193,7 @@ def test_read_only_arrays_are_loaded() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", NEWEST], ids=str)
-def test_policy_of_the_cache_is_part_of_the_kernel(policy: str | fw.Policy) -> None:
+def test_policy_of_the_cache_is_part_of_the_kernel(policy: str | fw.policy.Policy) -> None:
     ptx = link(gather, array("f4"), array_type("f4", policy=policy), array("i8"))
 
     functions = re.findall(r"\.func\s+(?:\([^)]*\)\s*)?(\w+)", ptx)
@@ -206,17 +206,17 @@ def test_policy_of_the_cache_is_part_of_the_kernel(policy: str | fw.Policy) -> N
 
 
 @pytest.fixture(scope="module")
-def device() -> Iterator[fw.CpuDevice]:
-    with fw.CpuDevice(1) as made:
+def device() -> Iterator[fw.device.CpuDevice]:
+    with fw.device.CpuDevice(1) as made:
         host_numba.link_headers(made)
         yield made
 
 
-def opened(path: Path, values: np.ndarray[Any, Any], device: fw.CpuDevice) -> fw.Array:
+def opened(path: Path, values: np.ndarray[Any, Any], device: fw.device.CpuDevice) -> fw.Array:
     """A writable array with these values, larger than its cache."""
     np.save(path, values)
     # The host's thread is none of the device's, so it does not serve the controller itself.
-    controller = fw.SoftwareController(threads=1)
+    controller = fw.nvme.SoftwareController(threads=1)
     return fw.open(path, "r+", device=device, cache="16 KiB", line=512, controller=controller)
 
 
@@ -233,7 +233,9 @@ def values_of(dtype: str, count: int) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("dtype", SAMPLED_DTYPES)
-def test_elements_arrive_as_they_are(dtype: str, tmp_path: Path, device: fw.CpuDevice) -> None:
+def test_elements_arrive_as_they_are(
+    dtype: str, tmp_path: Path, device: fw.device.CpuDevice
+) -> None:
     values = values_of(dtype, 5000)
     order = np.random.default_rng(4).permutation(len(values))
     out = np.zeros_like(values)
@@ -244,14 +246,14 @@ def test_elements_arrive_as_they_are(dtype: str, tmp_path: Path, device: fw.CpuD
         # From the end, as negative indices count.
         host_numba.run(gather, out, x, order - len(values))
         host_numba.run(scatter, y, order.astype(np.uint32), out)
-        x.synchronize()
-        y.synchronize()
+        x.wait()
+        y.wait()
 
         assert (out == values[order]).all()
         assert (y[:] == values).all()
 
 
-def test_axes_are_those_of_numpy(tmp_path: Path, device: fw.CpuDevice) -> None:
+def test_axes_are_those_of_numpy(tmp_path: Path, device: fw.device.CpuDevice) -> None:
     def kernel(out: Any, data: Any) -> None:
         rows, columns = data.shape
         for i in range(rows):
@@ -268,7 +270,7 @@ def test_axes_are_those_of_numpy(tmp_path: Path, device: fw.CpuDevice) -> None:
     out = np.zeros(303, np.int64)
     with opened(tmp_path / "x.npy", values, device) as x:
         host_numba.run(kernel, out, x)
-        x.synchronize()
+        x.wait()
         stored = x[:, 0]
 
     # The second half is read after its first column was stored to.
@@ -280,7 +282,7 @@ def test_axes_are_those_of_numpy(tmp_path: Path, device: fw.CpuDevice) -> None:
 
 @pytest.mark.parametrize("place", [(3, 5), (3, 0), (-4, 0), (0, -6), (1 << 40, 0), (0, 1 << 62)])
 def test_index_out_of_bounds_reads_zero_and_is_raised(
-    place: tuple[int, int], tmp_path: Path, device: fw.CpuDevice
+    place: tuple[int, int], tmp_path: Path, device: fw.device.CpuDevice
 ) -> None:
     def kernel(out: Any, data: Any, i: Any, j: Any) -> None:
         out[0] = data[i, j]
@@ -291,12 +293,14 @@ def test_index_out_of_bounds_reads_zero_and_is_raised(
         host_numba.run(kernel, out, x, *place)
 
         with pytest.raises(BoundsError):
-            x.synchronize()
+            x.wait()
         assert out[0] == 0
         assert (x[:] == 1).all()
 
 
-def test_transfers_and_tokens_that_are_asked_twice(tmp_path: Path, device: fw.CpuDevice) -> None:
+def test_transfers_and_tokens_that_are_asked_twice(
+    tmp_path: Path, device: fw.device.CpuDevice
+) -> None:
     def kernel(data: Any, buffer: Any, seen: Any) -> None:
         for start in range(0, data.size, 100):
             ahead = prefetch(data, start, 100)
@@ -316,13 +320,13 @@ def test_transfers_and_tokens_that_are_asked_twice(tmp_path: Path, device: fw.Cp
     seen = np.zeros(2, np.int64)
     with opened(tmp_path / "x.npy", values, device) as x:
         host_numba.run(kernel, x, np.zeros(100), seen)
-        x.synchronize()
+        x.wait()
 
         assert (x[:] == 2 * values).all()
     assert seen.tolist() == [0, 500]
 
 
-def test_tokens_from_one_place_are_told_apart(tmp_path: Path, device: fw.CpuDevice) -> None:
+def test_tokens_from_one_place_are_told_apart(tmp_path: Path, device: fw.device.CpuDevice) -> None:
     """More of them are outstanding than the place remembers."""
 
     def kernel(data: Any, out: Any, seen: Any) -> None:
@@ -342,14 +346,14 @@ def test_tokens_from_one_place_are_told_apart(tmp_path: Path, device: fw.CpuDevi
     out, seen = np.zeros(20), np.ones(20, np.int64)
     with opened(tmp_path / "x.npy", np.arange(10_000.0), device) as x:
         host_numba.run(kernel, x, out, seen)
-        x.synchronize()
+        x.wait()
 
     assert out.tolist() == list(range(0, 10_000, 500))
     assert (seen == 0).all()
 
 
 def test_transfer_that_does_not_fit_its_buffer_moves_nothing(
-    tmp_path: Path, device: fw.CpuDevice
+    tmp_path: Path, device: fw.device.CpuDevice
 ) -> None:
     def kernel(data: Any, buffer: Any, seen: Any) -> None:
         seen[0] = read_async(data, 0, buffer.size + 1, buffer).wait()
@@ -359,13 +363,15 @@ def test_transfer_that_does_not_fit_its_buffer_moves_nothing(
         host_numba.run(kernel, x, buffer, seen)
 
         with pytest.raises(BoundsError):
-            x.synchronize()
+            x.wait()
     assert (buffer == 7).all()
     assert seen[0] != 0
 
 
 @pytest.mark.parametrize("dtype", c_abi.ATOMIC_ADD_DTYPES)
-def test_what_was_there_is_returned(dtype: str, tmp_path: Path, device: fw.CpuDevice) -> None:
+def test_what_was_there_is_returned(
+    dtype: str, tmp_path: Path, device: fw.device.CpuDevice
+) -> None:
     def kernel(data: Any, before: Any) -> None:
         before[0] = atomic_add(data, 3, 5)
         before[1] = atomic_add(data, -7, 6)
@@ -373,7 +379,7 @@ def test_what_was_there_is_returned(dtype: str, tmp_path: Path, device: fw.CpuDe
     before = np.zeros(2, dtype)
     with opened(tmp_path / "x.npy", np.arange(10).astype(dtype), device) as x:
         host_numba.run(kernel, x, before)
-        x.synchronize()
+        x.wait()
 
         assert x[3] == 14
     assert before.tolist() == [3, 8]
@@ -517,12 +523,12 @@ def test_numba_that_cannot_be_imported_is_an_error_with_the_way_out() -> None:
 def test_pipelines_are_linked_into_kernels() -> None:
     def kernel(p: Any, ids: Any, narrow: Any, rows: Any, statuses: Any, out: Any) -> None:
         ticket = p.prefetch(ids, ids.size, rows)
-        out[0] = p.prefetch_synchronize(ticket, statuses)
+        out[0] = p.prefetch_wait(ticket, statuses)
         p.block_prefetch_seq(3, 4, rows)
-        out[1] = p.block_prefetch_synchronize()
+        out[1] = p.block_prefetch_wait()
         p.write_back(narrow, 5, rows)
         p.block_write_back_seq(0, 1, rows)
-        out[2] = p.write_back_synchronize()
+        out[2] = p.write_back_wait()
 
     arrays = (types.int64, types.int32, types.float32, types.uint16, types.uint64)
     ptx = link(kernel, pipeline_type("float32"), *(each[::1] for each in arrays))
@@ -539,8 +545,8 @@ def test_pipelines_are_linked_into_kernels() -> None:
         ("p.prefetch(ids, 1, ids)", "needs a contiguous array of float32"),
         ("p.prefetch(ids, 1)", r"prefetch\(ids, n, buffer\)"),
         ("p.write_back(ids, 1, rows)", "cannot be written to"),
-        ("p.write_back_synchronize()", "cannot be written to"),
-        ("p.prefetch_synchronize(1, rows)", "contiguous array of uint16"),
+        ("p.write_back_wait()", "cannot be written to"),
+        ("p.prefetch_wait(1, rows)", "contiguous array of uint16"),
     ],
 )
 def test_calls_of_pipelines_that_cannot_work_do_not_compile(call: str, message: str) -> None:
@@ -570,8 +576,8 @@ def call_all(file: Any, buffer: Any, found: Any) -> None:
     found[5] = file.block_append(buffer, 8)
     found[6] = file.warp_read(buffer, 1000, 5000)
     found[7] = file.block_read(buffer, 5000, 1)
-    found[8] = file.warp_sync(0, 100)
-    found[9] = file.block_sync(0, 10_000)
+    found[8] = file.warp_flush(0, 100)
+    found[9] = file.block_flush(0, 10_000)
     found[10] = file.write(buffer, 1990, 20)
     found[11] = file.read(buffer, 1 << 63, 1)
     found[12] = file.read_around(buffer, 0, 60)
@@ -582,15 +588,15 @@ def call_all(file: Any, buffer: Any, found: Any) -> None:
     found[17] = file.block_write_around(buffer, 1990, 20)
 
 
-def file_of(path: Path, device: fw.CpuDevice, mode: Any = "r+", **options: Any) -> fw.File:
+def file_of(path: Path, device: fw.device.CpuDevice, mode: Any = "r+", **options: Any) -> fw.File:
     # As for `opened`.
-    controller = fw.SoftwareController(threads=1)
+    controller = fw.nvme.SoftwareController(threads=1)
     return fw.File.open(
         path, mode, device=device, cache="16 KiB", line=512, controller=controller, **options
     )
 
 
-def test_files_are_read_and_appended_to(tmp_path: Path, device: fw.CpuDevice) -> None:
+def test_files_are_read_and_appended_to(tmp_path: Path, device: fw.device.CpuDevice) -> None:
     records = np.zeros((50, 100), np.uint8)
     records[[3, 40], 0] = 7
     records[:, 1] = np.arange(50)
@@ -607,7 +613,7 @@ def test_files_are_read_and_appended_to(tmp_path: Path, device: fw.CpuDevice) ->
     assert (np.delete(found, [3, 40]) == -1).all()
 
 
-def test_every_call_of_files(tmp_path: Path, device: fw.CpuDevice) -> None:
+def test_every_call_of_files(tmp_path: Path, device: fw.device.CpuDevice) -> None:
     (tmp_path / "f").write_bytes(bytes(100))
     found = np.zeros(18, np.int64)
     buffer = np.arange(500, dtype=np.int32)
@@ -634,7 +640,7 @@ def test_calls_of_files_are_linked(arch: str) -> None:
         ("f.read(rows, 1)", r"read\(buffer, offset, nbytes\)"),
         ("f.write(rows, 0, 1)", "cannot be written to"),
         ("f.block_append(rows, 1)", "cannot be written to"),
-        ("f.warp_sync(0, 1)", "cannot be written to"),
+        ("f.warp_flush(0, 1)", "cannot be written to"),
         ("f.size(1)", "takes no arguments"),
     ],
 )
@@ -646,7 +652,7 @@ def test_calls_of_files_that_cannot_work_do_not_compile(call: str, message: str)
         link(names["kernel"], file_type(readonly=True), types.float32[::1])
 
 
-def test_files_on_the_cpu_are_no_arguments(tmp_path: Path, device: fw.CpuDevice) -> None:
+def test_files_on_the_cpu_are_no_arguments(tmp_path: Path, device: fw.device.CpuDevice) -> None:
     (tmp_path / "f").write_bytes(bytes(100))
     with (
         file_of(tmp_path / "f", device) as file,

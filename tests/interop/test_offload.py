@@ -136,7 +136,13 @@ def folder(tmp_path, model):
 
 def small(model, files, pattern=ALL, **options):
     """Offload with limits far below the tables' 224 KB."""
-    options = {"ram": "64 KiB", "gpu": "64 KiB", "device": "cpu", "rows_per_step": 1, **options}
+    options = {
+        "host_memory": "64 KiB",
+        "gpu_memory": "64 KiB",
+        "device": "cpu",
+        "rows_per_step": 1,
+        **options,
+    }
     return offload(model, pattern, files, **options)
 
 
@@ -253,7 +259,7 @@ def test_two_modules_with_one_parameter_share_a_table(tmp_path, tokens):
     model.eval()
 
     with small(model, tmp_path / "x.safetensors", ["encoder", "decoder"]) as offloaded:
-        assert len(offloaded.report().tables) == 1
+        assert len(offloaded.stats.tables) == 1
         with torch.no_grad():
             assert torch.equal(model["decoder"](tokens), model["encoder"](tokens))
     assert model["decoder"].weight is model["encoder"].weight
@@ -288,11 +294,11 @@ def test_frozen_tables_serve_training_of_the_rest(model, folder, tokens):
 
 def test_report_counts_what_lookups_did(model, folder, tokens):
     with small(model, folder) as offloaded, torch.no_grad():
-        before = offloaded.report()
+        before = offloaded.stats
         model(tokens)
-        first = offloaded.report()
+        first = offloaded.stats
         model(tokens)
-        second = offloaded.report()
+        second = offloaded.stats
 
     assert before.seconds_per_step is None
     assert before.hit_rate == 0
@@ -306,8 +312,8 @@ def test_report_counts_what_lookups_did(model, folder, tokens):
 
 
 def test_memory_stays_within_the_limit(model, folder):
-    with small(model, folder, ram="40 KiB", gpu="1 GiB") as offloaded:
-        held = offloaded.report().ram_bytes
+    with small(model, folder, host_memory="40 KiB", gpu_memory="1 GiB") as offloaded:
+        held = offloaded.stats.host_bytes
         assert offloaded.cache.capacity < held <= 40 << 10
         assert held > 36 << 10, "it uses what it may"
 
@@ -315,19 +321,21 @@ def test_memory_stays_within_the_limit(model, folder):
 @pytest.mark.parametrize("rows", [100, 1000])
 def test_a_step_that_needs_more_is_refused_with_a_number_that_suffices(model, folder, rows):
     with pytest.raises(CacheError, match=f"a step of {rows} rows") as refused:
-        small(model, folder, ram="16 KiB", rows_per_step=rows)
+        small(model, folder, host_memory="16 KiB", rows_per_step=rows)
     suffices = int(re.search(r"at least (\d+) bytes", str(refused.value))[1])
 
-    with small(model, folder, ram=suffices, gpu=suffices, rows_per_step=rows) as offloaded:
+    with small(
+        model, folder, host_memory=suffices, gpu_memory=suffices, rows_per_step=rows
+    ) as offloaded:
         model.table(torch.arange(rows) % ROWS)
-        assert offloaded.report().ram_bytes <= suffices
+        assert offloaded.stats.host_bytes <= suffices
     with pytest.raises(CacheError):
-        small(model, folder, ram=suffices - 1024, gpu=suffices, rows_per_step=rows)
+        small(model, folder, host_memory=suffices - 1024, gpu_memory=suffices, rows_per_step=rows)
 
 
 def test_a_lookup_that_needs_more_is_refused_with_a_number(model, folder):
     with (
-        small(model, folder, ram="16 KiB", rows_per_step=None),
+        small(model, folder, host_memory="16 KiB", rows_per_step=None),
         pytest.raises(CacheError, match=r"a step of 700 rows.*give at least"),
     ):
         model.table(torch.arange(ROWS))
@@ -335,10 +343,10 @@ def test_a_lookup_that_needs_more_is_refused_with_a_number(model, folder):
 
 def test_less_than_one_set_is_refused_with_a_number_that_suffices(model, folder):
     with pytest.raises(CacheError, match="one set") as refused:
-        small(model, folder, gpu=100, rows_per_step=None)
+        small(model, folder, gpu_memory=100, rows_per_step=None)
     suffices = int(re.search(r"at least (\d+) bytes", str(refused.value))[1])
 
-    small(model, folder, gpu=suffices, rows_per_step=None).close()
+    small(model, folder, gpu_memory=suffices, rows_per_step=None).close()
 
 
 def test_the_first_row_of_a_table_of_40_gib_comes_within_two_seconds(tmp_path):
@@ -357,7 +365,7 @@ def test_the_first_row_of_a_table_of_40_gib_comes_within_two_seconds(tmp_path):
         ).eval()
 
     begin = time.perf_counter()
-    with small(module, path, "*", ram="64 MiB", gpu="64 MiB"):
+    with small(module, path, "*", host_memory="64 MiB", gpu_memory="64 MiB"):
         found = module["ngram_embedding"](torch.tensor([rows - 1]))
         took = time.perf_counter() - begin
 
@@ -381,7 +389,7 @@ def test_modules_have_parameters_on_the_meta_device_after_close(model, folder, t
     with pytest.raises(ClosedError, match="'table'"):
         nn.functional.embedding(tokens, weight)
     with pytest.raises(ClosedError):
-        offloaded.report()
+        _ = offloaded.stats
     small(model, folder).close()  # again
 
 
@@ -400,7 +408,7 @@ def test_a_refusal_changes_nothing(model, folder, tokens):
         with pytest.raises(ArgumentError):
             small(model, folder, [*ALL, "head"])
         with pytest.raises(CacheError):
-            small(model, folder, gpu=1)
+            small(model, folder, gpu_memory=1)
         assert all(map(torch.equal, model(tokens), expected))
 
 
@@ -593,7 +601,8 @@ with torch.device("meta"):
 def anonymous():
     fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
     return int(fields["RssAnon"].split()[0]) << 10
-with flashwarp.torch.offload(model, "0", path, ram="8 MiB", gpu="8 MiB", device="cpu"):
+limits = {"host_memory": "8 MiB", "gpu_memory": "8 MiB"}
+with flashwarp.torch.offload(model, "0", path, device="cpu", **limits):
     model(torch.randint(0, rows, (100,)))
     before = anonymous()
     for _ in range(50):
@@ -636,7 +645,7 @@ def test_ngram_embeddings_of_transformers(transformers, tmp_path):
     with torch.no_grad():
         expected = module["ple_embedding"](tokens, None)
 
-        with small(module, tmp_path, "*.ngram_embedding", ram="8 MiB", gpu="8 MiB"):
+        with small(module, tmp_path, "*.ngram_embedding", host_memory="8 MiB", gpu_memory="8 MiB"):
             assert torch.equal(module["ple_embedding"](tokens, None), expected)
 
 
@@ -695,6 +704,6 @@ def test_lookups_equal_those_of_torch_for_every_row(tmp_path):
     save(tmp_path / "x.safetensors", {"0.weight": weight})
     order = torch.from_numpy(np.random.default_rng(2).permutation(np.arange(20_000) % 5000))
 
-    with small(module, tmp_path, "0", ram="1 MiB", gpu="1 MiB"), torch.no_grad():
+    with small(module, tmp_path, "0", host_memory="1 MiB", gpu_memory="1 MiB"), torch.no_grad():
         for ids in order.split(1000):
             assert torch.equal(module(ids), nn.functional.embedding(ids, weight))

@@ -50,7 +50,7 @@ def offloaded(tmp_path):
     def act(table, **options):
         model = nn.ModuleDict({"table": table}).eval()
         path = save(tmp_path / "x.safetensors", table.weight)
-        options = {"ram": "64 KiB", "gpu": "64 KiB", "device": "cpu", **options}
+        options = {"host_memory": "64 KiB", "gpu_memory": "64 KiB", "device": "cpu", **options}
         opened.append(offload(model, "table", path, **options))
         return table, opened[-1]
 
@@ -109,7 +109,7 @@ def test_bags_are_reported(offloaded):
 
     table(ids(7, 5))
 
-    (report,) = tables.report().tables
+    (report,) = tables.stats.tables
     assert report.bytes_looked_up == 35 * DIM * 4
     assert report.seconds_per_lookup > 0
 
@@ -135,7 +135,7 @@ def test_ways_of_pooling_that_are_none_are_refused(offloaded, options):
 
 
 def test_bags_keep_to_the_limits_of_their_table(offloaded):
-    table, tables = offloaded(nn.EmbeddingBag(ROWS, DIM, mode="sum"), gpu="8 KiB")
+    table, tables = offloaded(nn.EmbeddingBag(ROWS, DIM, mode="sum"), gpu_memory="8 KiB")
 
     with pytest.raises(CacheError, match="a step of 4000 rows"):
         table(ids(400, 10))

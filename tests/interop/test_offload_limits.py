@@ -92,7 +92,7 @@ def opened(device: CudaDevice, model: nn.Module, path: Path, ram: int, gpu_bytes
     plan = Plan(device, Need.of(tables, None), ram, gpu_bytes, "lru", True)
     with contextlib.ExitStack() as stack:
         _, found = plan.open(tables, stack)
-        yield {each.rows.controller.path for each in found}, plan
+        yield {each.rows.service.route for each in found}, plan
 
 
 def check_limits_hold() -> None:

@@ -46,7 +46,7 @@ def model(dtype=torch.float32):
 def rows_of(path, dtype=torch.float32):
     """All rows that the offloaded table looks up."""
     made = model(dtype)
-    with offload(made, "table", path, device="cpu", ram="1 MiB", gpu="1 MiB"):
+    with offload(made, "table", path, device="cpu", host_memory="1 MiB", gpu_memory="1 MiB"):
         return made["table"](torch.arange(ROWS))
 
 

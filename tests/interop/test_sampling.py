@@ -253,8 +253,8 @@ def test_sample_does_not_depend_on_threads_and_cache(graph):
         with fw.torch.NeighborSampler(graph, FANOUTS, device=device, **options) as made:
             return made.sample(np.arange(300))
 
-    one = sample(fw.CpuDevice(1), cache="16 KiB", line=512)
-    many = sample(fw.CpuDevice(8), cache="1 MiB")
+    one = sample(fw.device.CpuDevice(1), cache="16 KiB", line=512)
+    many = sample(fw.device.CpuDevice(8), cache="1 MiB")
 
     assert torch.equal(one.nodes, many.nodes)
     assert torch.equal(one.edge_index, many.edge_index)
@@ -342,7 +342,7 @@ def test_arrays_of_two_graphs_and_in_the_other_order_are_refused(tmp_path):
 
 
 def test_arrays_on_two_devices(graph):
-    one, other = fw.CpuDevice(1), fw.CpuDevice(2)
+    one, other = fw.device.CpuDevice(1), fw.device.CpuDevice(2)
     with (
         graph.list_offsets(device=one) as offsets,
         graph.neighbours(device=other) as lists,

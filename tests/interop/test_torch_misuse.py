@@ -165,7 +165,7 @@ class Stage:
         self.copy = folder / "checkpoints" / "step-000000000000" / "0-trained.npy"
         self.model = model()
         self.offloaded = fw.torch.offload(self.model, "table", self.checkpoint, device="cpu",
-                                          ram="1 MiB", gpu="1 MiB")  # fmt: skip
+                                          host_memory="1 MiB", gpu_memory="1 MiB")  # fmt: skip
         self.weight = self.model["table"].weight
         self.content = self.array[...].copy()
         self.content_trained = self.table.array[...].copy()
@@ -400,8 +400,8 @@ CALLS = {
             "model": model(),
             "pattern": "table",
             "files": s.checkpoint,
-            "ram": "1 MiB",
-            "gpu": "1 MiB",
+            "host_memory": "1 MiB",
+            "gpu_memory": "1 MiB",
             "device": "cpu",
             "names": None,
             "rows_per_step": None,
@@ -543,7 +543,7 @@ AFTER_CLOSE = {
     "module": lambda s: fw.torch.Embedding(s.table.array),
     "group": lambda s: fw.torch.EmbeddingGroup([s.table])(IDS[None]),
     "offloaded": lambda s: nn.functional.embedding(IDS, s.weight),
-    "report": lambda s: s.offloaded.report(),
+    "report": lambda s: s.offloaded.stats,
     "gather": lambda s: fw.torch.gather(s.table.array, IDS),
     "scatter": lambda s: fw.torch.scatter(
         s.table.array, IDS, torch.ones(2, 2, s.table.array.shape[1])

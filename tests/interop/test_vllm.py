@@ -410,7 +410,7 @@ def test_vllm_finds_the_plugin():
     assert getattr(importlib.import_module(module), name) is plugin.register
 
 
-@pytest.mark.parametrize("name", ["FLASHWARP_VLLM_RAM", "FLASHWARP_VLLM_GPU"])
+@pytest.mark.parametrize("name", ["FLASHWARP_VLLM_HOST_MEMORY", "FLASHWARP_VLLM_GPU_MEMORY"])
 def test_limits_that_are_no_sizes_are_refused_at_once(name, monkeypatch, tmp_path):
     environment(monkeypatch, tmp_path, plugin.KNOWN_VERSIONS[0])
     monkeypatch.setenv(name, "much")

@@ -85,7 +85,7 @@ def load(path, **options):
 def test_bytes_shapes_and_dtypes_are_those_of_the_file(tmp_path, o_direct, pad):
     held = write(tmp_path / "x.safetensors", MANY, pad=pad)
 
-    found = load(tmp_path / "x.safetensors", o_direct=o_direct, staging="64 KiB")
+    found = load(tmp_path / "x.safetensors", o_direct=o_direct, host_memory="64 KiB")
 
     assert list(found) == list(safetensors.read_header(tmp_path / "x.safetensors"))
     for name, (dtype, shape) in MANY.items():
@@ -139,7 +139,7 @@ def test_random_files_come_as_the_library_of_the_format_reads_them(tmp_path):
             tmp_path / "x.safetensors",
             only=only,
             o_direct=bool(random.integers(2)),
-            staging=int(random.integers(2, 20)) * 4096,
+            host_memory=int(random.integers(2, 20)) * 4096,
         )
 
         assert set(found) == set(only or entries)
@@ -375,7 +375,7 @@ def test_a_missing_shard_is_named(tmp_path):
     [
         ({"only": "x*"}, ArgumentError, r"'x\*'.*'one'"),
         ({"only": 3}, ArgumentError, "3"),
-        ({"staging": 4096}, ArgumentError, "8192"),
+        ({"host_memory": 4096}, ArgumentError, "8192"),
         ({"library": "jax"}, ArgumentError, "'jax'"),
         ({"library": "cupy"}, ArgumentError, "cuda"),
         ({"o_direct": "yes"}, ArgumentError, "'yes'"),
@@ -489,7 +489,7 @@ def test_a_failing_read_is_typed_and_ends_the_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(moving.os, "preadv", failing(5))
 
     with pytest.raises(StorageError, match="Input/output") as caught:
-        load(tmp_path / "x.safetensors", staging="32 KiB", o_direct=True)
+        load(tmp_path / "x.safetensors", host_memory="32 KiB", o_direct=True)
 
     assert caught.value.errno == 5
     assert not [each for each in threading.enumerate() if "flashwarp-load" in each.name]
@@ -552,11 +552,11 @@ def test_an_error_of_the_progress_function_ends_the_load(tmp_path):
 
 def test_staging_memory_is_bounded_and_given_back(tmp_path, monkeypatch):
     write(tmp_path / "x.safetensors", {"a": ("U8", [3 * MIB])})
-    device = fw.CpuDevice()
+    device = fw.device.CpuDevice()
     blocks = []
     monkeypatch.setattr(pool, "Block", lambda *each: blocks.append(Block(*each)) or blocks[-1])
 
-    fw.load(tmp_path / "x.safetensors", device, o_direct=True, staging="256 KiB")
+    fw.load(tmp_path / "x.safetensors", device, o_direct=True, host_memory="256 KiB")
 
     assert 0 < sum(block.nbytes for block in blocks) <= 256 * KIB
     assert all(block.memory.closed for block in blocks)

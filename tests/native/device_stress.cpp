@@ -382,7 +382,7 @@ void choose_spread(Geometry& g, uint32_t turn, std::mt19937& random) {
 
 // The hardest first: one set of four ways, rings of two entries.
 Geometry choose(uint32_t turn, std::mt19937& random) {
-  // On the direct path the controller stores to frames while readers look at them, which is what
+  // On the direct route the controller stores to frames while readers look at them, which is what
   // their second look at the tag is for; to ThreadSanitizer a memcpy there is a race.
   const uint32_t paths = FW_TSAN ? 2 : 3;
   Geometry g = {512, 1, 4, 1, 1, turn % paths, turn / paths % 3, 1000, random() % 2 == 1};

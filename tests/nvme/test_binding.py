@@ -156,9 +156,9 @@ def test_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_controller_that_does_not_exist_is_not_opened() -> None:
     with pytest.raises(ArgumentError, match=r"there is no PCI device 0000:7f:1f\.7"):
-        fw.VfioController("7f:1f.7")
+        fw.nvme.VfioController("7f:1f.7")
     with pytest.raises(ArgumentError, match="depth=100 is not a power of two"):
-        fw.VfioController("7f:1f.7", depth=100)
+        fw.nvme.VfioController("7f:1f.7", depth=100)
     with pytest.raises(ArgumentError, match="iommu='none'"):
-        fw.VfioController("7f:1f.7", iommu="none")  # type: ignore[arg-type]
+        fw.nvme.VfioController("7f:1f.7", iommu="none")  # type: ignore[arg-type]
     assert not os.path.exists("/sys/bus/pci/devices/0000:7f:1f.7")

@@ -90,7 +90,7 @@ def test_identity_prp_moves_nothing_and_is_still_validated() -> None:
         assert host.write(5, 8, prp1=base + 5 * LBA) == SUCCESS
         assert host.read(5, 8, prp1=base + 6 * LBA) == DATA_TRANSFER_ERROR
         assert host.read(2048, 1, prp1=base + 2048 * LBA) == LBA_OUT_OF_RANGE
-        assert host.controller.stats()["bytes_read"] == 8 * LBA
+        assert host.controller.stats["bytes_read"] == 8 * LBA
     assert (content == before).all()
 
 
@@ -135,7 +135,7 @@ def test_deep_queues_of_direct_reads_share_enters(tmp_path: Path) -> None:
         for cid in range(255):
             expected = content[cid * 16 * LBA : cid * 16 * LBA + 4096]
             assert (host.data[4096 * cid : 4096 * (cid + 1)] == expected).all()
-        stats = host.controller.stats()
+        stats = host.controller.stats
     assert stats["engine_operations"] == 255
     assert stats["io_uring_enters"] <= 2
 
@@ -149,12 +149,12 @@ def test_cold_buffered_reads_go_through_the_engine(tmp_path: Path, engine: str) 
         for lba in range(0, 8192, 512):
             assert host.read(lba, 64) == SUCCESS
             assert (host.data[: 64 * LBA] == content[lba * LBA : (lba + 64) * LBA]).all()
-        cold = host.controller.stats()["engine_operations"]
+        cold = host.controller.stats["engine_operations"]
         for lba in range(0, 8192, 512):
             assert host.read(lba, 64) == SUCCESS
         if cold == 0:
             pytest.skip("the file system keeps its files in memory")
-        assert host.controller.stats()["engine_operations"] == cold
+        assert host.controller.stats["engine_operations"] == cold
 
 
 def test_io_outlives_the_thread_that_submitted_it(tmp_path: Path, mode: str) -> None:
@@ -335,7 +335,7 @@ def test_replica_takes_over_from_a_failing_one(tmp_path: Path, mode: str, engine
         errors = host.controller.take_errors()
         assert errors
         assert all(e["recovered"] and e["path"] == str(tmp_path / "a") for e in errors)
-        assert host.controller.stats()["errors"] == 0
+        assert host.controller.stats["errors"] == 0
 
         os.truncate(tmp_path / "b", 4096)
         assert host.read(1024, 8) == UNRECOVERED_READ
@@ -369,7 +369,7 @@ def test_sleeping_controller_wakes() -> None:
                 host.controller.wake()
             assert host.read(0, 1) == SUCCESS
             (woken if turn % 2 else late).append(time.monotonic() - start)
-        stats = host.controller.stats()
+        stats = host.controller.stats
     # Expected: 1 ms without wake(), 0.1 ms with it; the margin is for a busy machine.
     assert min(late) < 0.01
     assert min(woken) < 0.005
@@ -387,13 +387,13 @@ def test_wake_call_wakes_without_the_interpreter_and_outlives_the_controller() -
         took = []
         for _ in range(5):
             time.sleep(0.02)
-            before = host.controller.stats()
+            before = host.controller.stats
             start = time.monotonic()
             wake(call.argument)
-            while host.controller.stats()["sleeps"] < before["sleeps"] + threads:
+            while host.controller.stats["sleeps"] < before["sleeps"] + threads:
                 assert time.monotonic() - start < 10, "the threads sleep on"
             took.append(time.monotonic() - start)
-            assert host.controller.stats()["wakes"] == before["wakes"] + 1
+            assert host.controller.stats["wakes"] == before["wakes"] + 1
         host.controller.stop()
         wake(call.argument)
     # All threads look for 0.1 ms and sleep again. One alone wakes by time, each millisecond.
@@ -406,11 +406,11 @@ def test_thread_that_is_woken_while_it_looks_goes_on_looking() -> None:
     storage, _ = random_memory()
     with Host(storage, threads=1, spin_ns=200_000_000) as host:
         host.controller.wake()
-        before = host.controller.stats()["sleeps"]
+        before = host.controller.stats["sleeps"]
         for _ in range(25):
             time.sleep(0.02)
             host.controller.wake()
-        assert host.controller.stats()["sleeps"] == before
+        assert host.controller.stats["sleeps"] == before
 
 
 def test_controller_in_forked_child_raises_and_does_not_hang(tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_stats_count_commands_by_kind_and_queue() -> None:
         host.read(0, 8)
         host.write(0, 4)
         host.do(FLUSH, host.rings[0])
-        stats = host.controller.stats()
+        stats = host.controller.stats
     assert {k: v for k, v in stats["commands"].items() if v} == {"read": 1, "write": 1, "flush": 1}
     assert stats["queues"] == {1: 1, 2: 2}
     assert stats["bytes_read"] == 8 * LBA

@@ -41,7 +41,7 @@ def opened(storage: fw.storage.Storage, **settings: Any) -> fw.Array:
         device="cpu",
         line=LINE,
         cache=LINES * LINE // 8,
-        controller=fw.SoftwareController(**settings),
+        controller=fw.nvme.SoftwareController(**settings),
     )
 
 
@@ -54,7 +54,7 @@ def test_loads_and_stores_in_place_take_no_commands(spread: str, commands: bool)
     rng = np.random.default_rng(2)
 
     with opened(storage, commands=commands) as x:
-        assert x.explain().path == "in_place"
+        assert x.explain().route == "in_place"
         for _ in range(20):
             index = np.unique(rng.integers(0, held.size, 200))
             held[index] = rng.integers(1, 1 << 40, index.size)
@@ -109,7 +109,7 @@ def test_tokens_in_place_are_over_at_once_and_take_no_commands(tmp_path: Path) -
 
     with opened(storage) as x:
         program["swap_blocks"](x, late, warps=1)
-        x.synchronize()
+        x.wait()
 
         assert late[0] == 0
         assert x.stats.commands == 0
@@ -120,13 +120,13 @@ def test_tokens_in_place_are_over_at_once_and_take_no_commands(tmp_path: Path) -
 @pytest.mark.parametrize("writable", [False, True])
 def test_threads_sleep_on_while_an_array_can_submit_no_command(writable: bool) -> None:
     with opened(Memory(words(), writable), threads=1) as x:
-        assert x.controller.needs_wake == writable
-        before = x.controller.stats()["wakes"]
+        assert x.service.needs_wake == writable
+        before = x.service.stats["wakes"]
 
         for _ in range(10):
             x.gather(np.arange(8))
 
-        assert (x.controller.stats()["wakes"] == before) != writable
+        assert (x.service.stats["wakes"] == before) != writable
 
 
 @pytest.mark.parametrize(("offset", "path"), [(8, "in_place"), (4096 + 24, "in_place"), (12, "")])
@@ -140,14 +140,14 @@ def test_data_that_begins_at_a_word_is_read_in_place(
         "dtype": "int64", "shape": held.shape, "offset": offset, "device": "cpu", "line": LINE,
         "cache": LINES * LINE // 8,
     }  # fmt: skip
-    asked = fw.SoftwareController(data_path="in_place")
+    asked = fw.nvme.SoftwareController(route="in_place")
 
     if not path:
         with pytest.raises(fw.errors.ArgumentError, match="in_place"):
             fw.open(tmp_path / "x", controller=asked, **options)
         return
     with fw.open(tmp_path / "x", controller=asked, **options) as x:
-        assert x.explain().path == path
+        assert x.explain().route == path
         np.testing.assert_array_equal(x.gather(index), held[index])
         assert x.in_place is None
 

@@ -27,7 +27,7 @@ class Served(ServiceContract):
         return Faulty(Memory(bytearray(content), writable))
 
     def controller(self) -> Controller:
-        return fw.SoftwareController(**self.settings)
+        return fw.nvme.SoftwareController(**self.settings)
 
     def fail(self, namespace: Namespace) -> int | None:
         assert isinstance(namespace, Faulty)
@@ -44,11 +44,11 @@ class TestInPlace(Served):
 
 
 class TestBounce(Served):
-    settings: ClassVar[dict[str, Any]] = {"data_path": "bounce", "queue_pairs": 2, "depth": 4}
+    settings: ClassVar[dict[str, Any]] = {"route": "bounce", "queue_pairs": 2, "depth": 4}
 
 
 class TestDirect(Served):
-    settings: ClassVar[dict[str, Any]] = {"data_path": "direct", "threads": 2}
+    settings: ClassVar[dict[str, Any]] = {"route": "direct", "threads": 2}
 
 
 class TestFile(Served):
@@ -106,7 +106,7 @@ class Warehouse(Controller):
 
     def attach(self, storage: Namespace, destination: Destination) -> Service:
         assert storage.path is not None
-        inner = fw.SoftwareController(data_path="bounce", threads=1).attach(
+        inner = fw.nvme.SoftwareController(route="bounce", threads=1).attach(
             self.shelves[storage.path], destination
         )
         return Errand(inner)
@@ -123,8 +123,8 @@ class Errand(Service):
         return self.inner.queues
 
     @property
-    def path(self) -> str:
-        return self.inner.path
+    def route(self) -> str:
+        return self.inner.route
 
     @property
     def reason(self) -> str:
@@ -172,10 +172,10 @@ def test_array_explains_a_controller_that_it_does_not_know() -> None:
     ) as x:
         x[3] = 7
         told = x.explain()
-        assert (told.path, told.controller["engine"]) == ("bounce", "errand boys")
-        assert told.storage == {"kind": "namespace", "nbytes": 8192, "writable": True}
+        assert (told.route, told.facts["engine"]) == ("bounce", "errand boys")
+        assert told.facts["storage"] == {"kind": "namespace", "nbytes": 8192, "writable": True}
         assert "errand boys" in str(told)
-        assert x.controller.stats() == {}
+        assert x.service.stats == {}
     assert warehouse.shelves["crate"].read(12, 1) == b"\x07"
 
 
@@ -201,7 +201,7 @@ def test_two_arrays_do_not_store_to_one_namespace() -> None:
         assert x[:9].tolist() == [0] * 9
 
 
-class Forgetful(fw.SoftwareController):
+class Forgetful(fw.nvme.SoftwareController):
     """Serves what the namespace held when this was made, which is not what was stored since."""
 
     def attach(self, storage: Namespace, destination: Destination) -> Any:
@@ -210,7 +210,7 @@ class Forgetful(fw.SoftwareController):
         return super().attach(copy, destination)
 
 
-class Shared(fw.SoftwareController):
+class Shared(fw.nvme.SoftwareController):
     """Serves all arrays by the service of the first."""
 
     service: Any = None
@@ -228,7 +228,7 @@ class Shared(fw.SoftwareController):
     ],
 )
 def test_service_contract_notices(
-    kind: type[fw.SoftwareController],
+    kind: type[fw.nvme.SoftwareController],
     test: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -254,7 +254,7 @@ def test_group_needs_queue_pairs_that_a_table_takes_in() -> None:
 
     class Odd(Warehouse):
         def attach(self, storage: Namespace, destination: Destination) -> Service:
-            return Queueless(fw.SoftwareController().attach(storage, destination))
+            return Queueless(fw.nvme.SoftwareController().attach(storage, destination))
 
     drives = [Memory(np.zeros(8192, np.uint8)) for _ in range(2)]
     odd = ControllerGroup([Odd(), Odd()])

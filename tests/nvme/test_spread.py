@@ -37,8 +37,8 @@ PATHS = ("in_place", "bounce", "direct")
 LAYOUTS = ("stripe", "replicate")
 
 
-def plan(path: str = "bounce", queue_pairs: int = 2, depth: int = 4) -> fw.SoftwareController:
-    return fw.SoftwareController(queue_pairs=queue_pairs, depth=depth, data_path=path)
+def plan(path: str = "bounce", queue_pairs: int = 2, depth: int = 4) -> fw.nvme.SoftwareController:
+    return fw.nvme.SoftwareController(queue_pairs=queue_pairs, depth=depth, route=path)
 
 
 def combined(members: Sequence[Any], layout: str, stripe: int) -> Striped | Replicated:
@@ -80,9 +80,9 @@ def test_arrays_over_several_storages_are_as_numpy_has_them(
         x.flush()
 
         assert combined(drives, layout, 4096).read(0, held.nbytes) == held.tobytes()
-        assert x.explain().path == path
-        for served in x.controller.stats()["controllers"]:
-            assert served["commands"]["read"] > 0 or x.controller.plain_reads
+        assert x.explain().route == path
+        for served in x.service.stats["controllers"]:
+            assert served["commands"]["read"] > 0 or x.service.plain_reads
             assert served["commands"]["flush"] == 1
     if layout == "replicate":
         assert len({drive.read(0, drive.nbytes) for drive in drives}) == 1
@@ -95,7 +95,7 @@ def test_replicas_share_the_reads_of_any_stride() -> None:
             Replicated(drives), "r+", "u1", device="cpu", line=512, controller=plan()
         ) as x:
             x.gather(np.arange(0, 1 << 20, 512 * stride))
-            reads = [c["commands"]["read"] for c in x.controller.stats()["controllers"]]
+            reads = [c["commands"]["read"] for c in x.service.stats["controllers"]]
 
         assert sum(reads) == 2048 // stride
         # 128 lines at the least; a stride that ends on some of the replicas gives twice the share.
@@ -115,7 +115,7 @@ def test_each_controller_has_settings_of_its_own() -> None:
     every = list(itertools.product(pairs, depths, threads))
     drives = [Memory(1 << 14) for _ in every]
     controllers = [
-        fw.SoftwareController(queue_pairs=p, depth=d, threads=t, data_path="bounce")
+        fw.nvme.SoftwareController(queue_pairs=p, depth=d, threads=t, route="bounce")
         for p, d, t in every
     ]
     with fw.open(
@@ -130,7 +130,7 @@ def test_each_controller_has_settings_of_its_own() -> None:
         held = np.zeros(x.shape, np.int64)
         churn(x, held, 10, 3)
 
-        services = x.controller.services  # type: ignore[attr-defined]
+        services = x.service.services  # type: ignore[attr-defined]
         queues = [service.queues for service in services]
         assert [(q.count, q.depth) for q in queues] == [(p, d) for p, d, _ in every]
         assert [service.threads for service in services] == [t for _, _, t in every]
@@ -146,9 +146,9 @@ def test_one_plan_serves_all_and_stays_a_plan() -> None:
         device="cpu",
         controller=settings_,
     ) as x:
-        served = x.controller.stats()["controllers"]
+        served = x.service.stats["controllers"]
         assert len(served) == 2
-        assert x.controller.queues.count == 6
+        assert x.service.queues.count == 6
 
 
 def test_arrays_over_several_storages_share_a_cache() -> None:
@@ -436,7 +436,7 @@ def test_a_replica_that_does_not_answer_is_left_out(
         "r",
         "u1",
         line=512,
-        device=fw.CpuDevice(1),
+        device=fw.device.CpuDevice(1),
         controller=plan(queue_pairs=1),
     )
     expected = np.arange(1 << 16, dtype=np.uint8)
@@ -444,7 +444,7 @@ def test_a_replica_that_does_not_answer_is_left_out(
     np.testing.assert_array_equal(x[:], expected)
     assert files[1].operations()["read"] <= 4  # type: ignore[attr-defined]
     assert x.stats.errors == 0
-    assert x.controller.silent() == f"storage 1 ({tmp_path / '1.raw'})"
+    assert x.service.silent() == f"storage 1 ({tmp_path / '1.raw'})"
     with pytest.raises(ControllerTimeout, match=r"storage 1 .* does not answer"):
         x.close()
     x.close()
@@ -461,15 +461,15 @@ def test_controllers_stop_with_the_array_and_serve_the_next() -> None:
         x = fw.open(Replicated(drives), "r+", "i4", device="cpu", controller=group)
         with fw.open(Replicated(others), "r+", "i4", device="cpu", controller=group) as y:
             y[3] = 5
-        assert y.controller.stats() == {"controllers": [{}, {}]}
+        assert y.service.stats == {"controllers": [{}, {}]}
         x[3] = 4
         x.close()
         x.close()
-        assert x.controller.stats() == {"controllers": [{}, {}]}
+        assert x.service.stats == {"controllers": [{}, {}]}
         with pytest.raises(ClosedError):
             _ = x.stats
         with pytest.raises(ClosedError):
-            _ = x.controller.queues
+            _ = x.service.queues
     assert drives[1].read(12, 4) == b"\x04\0\0\0"
 
 
@@ -540,7 +540,7 @@ def test_settings_may_be_the_same_object_for_two_members() -> None:
     with fw.open(Striped([Memory(1 << 18)] + [Memory(1 << 18)]), "r+", "i4", device="cpu",
                  controller=group) as x:  # fmt: skip
         x[...] = 3
-        assert len(x.controller.stats()["controllers"]) == 2
+        assert len(x.service.stats["controllers"]) == 2
 
 
 def test_numbers_and_kinds_of_storages_are_checked() -> None:
@@ -574,7 +574,7 @@ def test_numbers_and_kinds_of_storages_are_checked() -> None:
 # One controller for each, or one for all.
 
 
-class ForAll(fw.SoftwareController):
+class ForAll(fw.nvme.SoftwareController):
     """Serves a striped or replicated storage as a whole."""
 
     serves_members = False
@@ -611,7 +611,7 @@ def test_one_controller_serves_what_members_cannot_have_each(
         count = len(whole.members)
         assert f"one controller for all {count} members: " in x.explain().reason
         assert words in x.explain().reason
-        assert not isinstance(x.controller, GroupService)
+        assert not isinstance(x.service, GroupService)
         held = np.zeros(x.shape, np.int64)
         churn(x, held, 4, 1)
     assert whole.read(0, held.nbytes) == held.tobytes()
@@ -620,7 +620,7 @@ def test_one_controller_serves_what_members_cannot_have_each(
 def test_array_explains_that_members_have_a_controller_each() -> None:
     with fw.open(Striped(memories(3)), "r+", "i8", device="cpu") as x:
         assert "a controller for each of 3 members" in x.explain().reason
-        assert len(x.explain().controller["controllers"]) == 3
+        assert len(x.service.describe()["controllers"]) == 3
 
 
 # Paths as members.

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashwarp as fw
-from flashwarp import SSDModel, _native
+from flashwarp import _native
 from flashwarp.errors import ArgumentError, ControllerTimeout
+from flashwarp.nvme import SSDModel
 from flashwarp.storage import File, Memory, Storage
 from flashwarp.testing import ControllerContract, Host
 from flashwarp.testing.rings import COMMAND_ABORTED, FLUSH, READ, SUCCESS, WRITE_ZEROES
@@ -216,7 +217,7 @@ def test_bad_calls_are_refused() -> None:
     with pytest.raises(ArgumentError, match="depth=0"):
         plain().saturation(0, 512)
     with pytest.raises(ArgumentError, match="model=5"):
-        fw.SoftwareController(model=5)  # type: ignore[arg-type]
+        fw.nvme.SoftwareController(model=5)  # type: ignore[arg-type]
     with pytest.raises(dataclasses.FrozenInstanceError):
         plain().units = 3  # type: ignore[misc]
 
@@ -291,14 +292,14 @@ def test_completion_comes_no_earlier_than_the_drive(opcode: int, threads: int) -
         start = time.monotonic()
         assert host.do(opcode, lba=0, blocks=8) == SUCCESS
         assert time.monotonic() - start >= 0.03
-        assert host.controller.stats()["held"] == 1
+        assert host.controller.stats["held"] == 1
 
 
 def test_refused_command_does_not_wait_for_the_drive() -> None:
     memory = Memory(bytearray(8192))
     with Host(memory.native, model=SLOW.native_parameters()) as host:
         assert host.read(1 << 40, 1) != SUCCESS
-        assert host.controller.stats()["held"] == 0
+        assert host.controller.stats["held"] == 0
 
 
 def test_outstanding_commands_overlap_and_overtake_each_other() -> None:
@@ -361,7 +362,7 @@ def test_thread_with_held_completions_sleeps_until_they_are_due() -> None:
 def test_array_on_a_modelled_drive(path: str) -> None:
     data = np.arange(1 << 16, dtype=np.uint32).reshape(-1, 1024)
     held = data.copy()
-    controller = fw.SoftwareController(data_path=path, model="980 pro")
+    controller = fw.nvme.SoftwareController(route=path, model="980 pro")
     with fw.open(
         Memory(held),
         "r+",
@@ -373,12 +374,12 @@ def test_array_on_a_modelled_drive(path: str) -> None:
     ) as x:
         told = "modelled drive: 980 Pro (a model, not a measurement)"
         assert told in str(x.explain().reason)
-        assert x.explain().controller["model"] == told
+        assert x.service.describe()["model"] == told
         index = np.random.default_rng(3).integers(0, len(data), 200)
         assert (x[index] == data[index]).all()
         x[5:9] = 7
         x.flush()
-        assert x.controller.stats()["held"] > 60
+        assert x.service.stats["held"] > 60
     data[5:9] = 7
     assert (held == data).all()
 
@@ -390,7 +391,7 @@ def test_drive_slower_than_the_time_limit_is_a_timeout(
     with fw.create(tmp_path / "x.npy", "uint32", (64, 1024)) as x:
         x[:] = 5
     hung = plain(read_iops=((512, 1),), read_latency_us=(900_000, 950_000, 1_000_000))
-    controller = fw.SoftwareController(model=hung)
+    controller = fw.nvme.SoftwareController(model=hung)
     monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.2")
     x = fw.open(tmp_path / "x.npy", device="cpu", cache="64 KiB", controller=controller)
     with pytest.raises(ControllerTimeout):

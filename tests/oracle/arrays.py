@@ -234,7 +234,7 @@ def maintain(hand: Hand) -> None:
     held = choose(hand)
     if held is None:
         return
-    names = ("drop_cache", "refresh", "synchronize", "check", "stats", "explain", "__repr__")
+    names = ("drop_cache", "refresh", "wait", "check", "stats", "explain", "__repr__")
     name = hand.random.choice(names)
     hand.say(f"{{}}.{name}()", held)
     found = getattr(held.array, name)

@@ -59,7 +59,7 @@ def load(hand: Hand) -> None:
     if "torch" in hand.machine.libraries(held.dtype) and hand.odds(0.7):
         target = hand.machine.place(target, "torch")
     hand.say("fw.load({}.npy, into=array)", held)
-    fw.load(held.path, into={held.path.stem: target}, staging="8 MiB")
+    fw.load(held.path, into={held.path.stem: target}, host_memory="8 MiB")
     hand.check(held, held.model.read(np.arange(held.count)), hand.machine.fetch(target))
 
 

@@ -55,7 +55,7 @@ def settle(hand: Hand) -> None:
         return
     pending = hand.random.choice(hand.pending)
     future = pending.future
-    kind = hand.random.choice(("result", "result", "done", "wait_on", "callback"))
+    kind = hand.random.choice(("result", "result", "done", "before", "callback"))
     if future is None or kind == "result":
         hand.say(f"# what line {pending.line} has read" if future is None else
                  f"f.result()  # of line {pending.line}")  # fmt: skip
@@ -64,12 +64,12 @@ def settle(hand: Hand) -> None:
     hand.say(f"f.{kind}  # of line {pending.line}")
     if kind == "done":
         future.done()
-    elif kind == "wait_on":
+    elif kind == "before":
         stream = hand.random.choice(hand.machine.streams[1:] or [None])
         on_host = pending.read is not None and not hasattr(future.out, "address")
         if (hand.machine.on_gpu and on_host) or stream is None:
             return
-        out = future.wait_on(stream)
+        out = future.before(stream)
         if pending.read is not None:
             pending.get = lambda: hand.machine.fetch(out, stream)
     else:

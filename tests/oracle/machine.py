@@ -54,13 +54,13 @@ class Machine:
 
             self.devices: list[Any] = [host_kernels.gpu(delay_us=300, seed=seed)]
         elif self.kind == "cuda":
-            self.devices = [fw.CudaDevice(int(device.partition(":")[2] or 0))]
+            self.devices = [fw.device.CudaDevice(int(device.partition(":")[2] or 0))]
             with contextlib.suppress(ImportError):
                 import torch
 
                 self.torch = torch
         else:
-            self.devices = [fw.CpuDevice(1), fw.CpuDevice(2)]
+            self.devices = [fw.device.CpuDevice(1), fw.device.CpuDevice(2)]
         self.streams: list[Any] = [None]
         if self.on_gpu:
             self.streams += [self.devices[0].create_stream() for _ in range(2)]

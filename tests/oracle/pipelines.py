@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import flashwarp as fw
-from flashwarp.errors import ArgumentError, DataPathError
+from flashwarp.errors import ArgumentError, RouteError
 from oracle.arrays import choose
 from oracle.model import Read, Wrong
 from oracle.steps import step
@@ -57,9 +57,9 @@ def open_pipeline(hand: Hand) -> None:
     hand.say("p = fw.Pipeline({}, {}, {})", held, hand.world.most, options)
     try:
         pipeline = fw.Pipeline(held.array, hand.world.most, **options)
-    except DataPathError:
+    except RouteError:
         return
-    alone = pipeline.explain().way in ("ring", "workers")
+    alone = pipeline.explain().route in ("ring", "workers")
     piped = Piped(held, pipeline, hand, options, alone)
     held.pipelines.append(piped)
     if alone:
@@ -103,9 +103,9 @@ def synchronize_batch(hand: Hand) -> None:
     piped = _choose(hand)
     if piped is None or not piped.reads:
         return
-    hand.say(f"p.synchronize()  # {piped.held.name}")
+    hand.say(f"p.take()  # {piped.held.name}")
     read, among = piped.reads.popleft()
-    rows = piped.pipeline.synchronize()
+    rows = piped.pipeline.take()
     got = hand.machine.fetch(rows, piped.options.get("stream"))
     hand.world.checks += 1
     read.check(np.array(got), among)
@@ -149,8 +149,8 @@ def synchronize_writes(hand: Hand) -> None:
     """Wait for the batches that are being stored."""
     piped = _choose(hand)
     if piped is not None:
-        hand.say(f"p.write_back_synchronize()  # {piped.held.name}")
-        piped.pipeline.write_back_synchronize()
+        hand.say(f"p.reclaim()  # {piped.held.name}")
+        piped.pipeline.reclaim()
 
 
 @step(3)

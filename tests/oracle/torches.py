@@ -231,7 +231,7 @@ def save_an_offloaded_model(hand: Hand) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + table.tobytes())
     model = torch.nn.ModuleDict({"table": torch.nn.Embedding(100, 8)}).eval().to(_device(hand))
     hand.world.checks += 1
-    with fwt.offload(model, "table", path, ram="4 MiB", gpu="64 MiB"):
+    with fwt.offload(model, "table", path, host_memory="4 MiB", gpu_memory="64 MiB"):
         ids = torch.tensor([7, 99], device=_device(hand))
         if not np.array_equal(model["table"](ids).cpu().numpy(), table[[7, 99]]):
             raise Wrong("an offloaded table gives other rows")

@@ -137,8 +137,8 @@ def cut(hand: Hand) -> None:
 def sync(hand: Hand) -> None:
     """Make the file durable, and look at it."""
     whole = _of(hand)
-    hand.say("f.sync()")
-    whole.file.sync()
+    hand.say("f.flush()")
+    whole.file.flush()
     hand.world.checks += 1
     whole.check()
 

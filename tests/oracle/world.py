@@ -318,8 +318,8 @@ class World:
             depth, threads = draw.choice((2, 8, 64)), draw.choice((None, 1))
             way = None if self.machine.on_gpu else draw.choice((None, "bounce", "direct"))
             how = {"queue_pairs": draw.choice((1, 2)), "depth": depth, "threads": threads}
-            options["controller"] = partial(fw.SoftwareController, **how, data_path=way)
-            self.note(f"controller = fw.SoftwareController({how}, data_path={way!r})")
+            options["controller"] = partial(fw.nvme.SoftwareController, **how, route=way)
+            self.note(f"controller = fw.nvme.SoftwareController({how}, route={way!r})")
         shown = {key: value for key, value in options.items() if key not in ("cache", "controller")}
         self.note(
             f"{name} = fw.open({where}, 'r+', {shown}, cache=cache)  "

@@ -40,7 +40,7 @@ SOURCE = """
 FW_KERNEL stream_rows(fw::pipeline<const int32_t> p, const int64_t* ids, uint64_t n, int32_t* to,
                       uint64_t* out) {
   const uint64_t ticket = p.prefetch(ids, n, to);
-  const uint64_t failed = p.prefetch_synchronize();
+  const uint64_t failed = p.prefetch_wait();
   out[2 * fw::warp::index()] = ticket >> 16;
   out[2 * fw::warp::index() + 1] = failed;
 }
@@ -54,7 +54,7 @@ FW_KERNEL stream_blocks(fw::pipeline<const int32_t> p, const int32_t* ids, uint6
     const uint64_t first = (block * batches + i) * n;
     uint64_t ticket = 0;
     if (i < batches) ticket = fw::block::prefetch(p, ids + first, n, to + first * width);
-    if (i > 0) failed[block] += fw::block::prefetch_synchronize(p, before);
+    if (i > 0) failed[block] += fw::block::prefetch_wait(p, before);
     before = ticket;
   }
 }
@@ -62,15 +62,15 @@ FW_KERNEL stream_blocks(fw::pipeline<const int32_t> p, const int32_t* ids, uint6
 FW_KERNEL store_rows(fw::pipeline<int32_t> p, const int64_t* ids, uint64_t n, const int32_t* from,
                      uint64_t* out) {
   p.write_back(ids, n, from);
-  const uint64_t failed = p.write_back_synchronize();
+  const uint64_t failed = p.write_back_wait();
   p.write_back_seq(0, 3, from);
-  out[fw::warp::index()] = failed + p.write_back_synchronize();
+  out[fw::warp::index()] = failed + p.write_back_wait();
 }
 
 FW_KERNEL statuses_of(fw::pipeline<const int32_t> p, const int64_t* ids, uint64_t n, int32_t* to,
                       uint16_t* statuses, uint64_t* failed) {
   const uint64_t ticket = fw::block::prefetch(p, ids, n, to);
-  failed[0] = fw::block::prefetch_synchronize(p, ticket, statuses);
+  failed[0] = fw::block::prefetch_wait(p, ticket, statuses);
 }
 
 FW_KERNEL begin(fw::pipeline<const int32_t> p, uint64_t start, uint64_t n, int32_t* to,
@@ -79,18 +79,18 @@ FW_KERNEL begin(fw::pipeline<const int32_t> p, uint64_t start, uint64_t n, int32
 }
 
 FW_KERNEL finish(fw::pipeline<const int32_t> p, uint64_t ticket, uint64_t* out) {
-  out[0] = fw::block::prefetch_synchronize(p, ticket);
+  out[0] = fw::block::prefetch_wait(p, ticket);
 }
 
 FW_KERNEL finish_oldest(fw::pipeline<const int32_t> p, uint64_t* out) {
-  out[0] = p.prefetch_synchronize();
+  out[0] = p.prefetch_wait();
 }
 
-// Goes on whatever happens. out: for each batch whether it was synchronized.
+// Goes on whatever happens. out: for each batch whether it was waited for.
 FW_KERNEL rounds(fw::pipeline<const int32_t> p, uint64_t n, int32_t* to, uint64_t* out) {
   for (uint64_t i = 0; i < n; i++) {
     const uint64_t ticket = fw::block::prefetch_seq(p, i, 1, to + 16 * i);
-    out[i] = fw::block::prefetch_synchronize(p, ticket) == 0;
+    out[i] = fw::block::prefetch_wait(p, ticket) == 0;
   }
 }
 
@@ -304,7 +304,7 @@ def test_a_batch_is_synchronized_once(program: Any, calls: DeviceCalls) -> None:
     assert seen[0] == 0
     program["finish"](calls, ticket, seen, warps=1)
     assert seen[0] == NOT_SYNCHRONIZED
-    with pytest.raises(ArgumentError, match=r"ticket 1 .* synchronized before"):
+    with pytest.raises(ArgumentError, match=r"ticket 1 .* waited for before"):
         calls.check()
 
 

@@ -37,7 +37,7 @@ from flashwarp.testing.faults import FaultPlan, Faulty
 
 KINDS = ("memory", "file", "direct", "striped", "mixed", "concatenated", "replicated", "faulty")
 DEVICE = CpuDevice()
-FAST = fw.SSDModel.named("P5800X")
+FAST = fw.nvme.SSDModel.named("P5800X")
 
 
 def bytes_of(count: int, seed: int) -> np.ndarray:
@@ -348,7 +348,7 @@ def test_neighbours_are_moved_as_one(ids: Any) -> None:
         engine.wait("prefetch", engine.submit("prefetch", ids, buffer.ctypes.data))
 
         # 800,000 bytes, dealt in parts of 256 KiB.
-        assert engine.stats()["transfers"] == 4
+        assert engine.stats["transfers"] == 4
     np.testing.assert_array_equal(buffer, data)
 
 
@@ -456,11 +456,11 @@ def test_decisions_about_workers_are_in_the_stats_and_the_log(
             DEVICE, Memory(64 * 4096), rows=64, row_bytes=4096, batch_rows=64, workers=(1, 4)
         ) as engine,
     ):
-        assert engine.stats()["workers"] == 4
+        assert engine.stats["workers"] == 4
         for _ in range(60):
             engine.wait("prefetch", engine.submit("prefetch", range(64), buffer.ctypes.data))
             time.sleep(0.003)
-        stats = engine.stats()
+        stats = engine.stats
     first = stats["decisions"][0]
     assert (first["from"], first["reason"]) == (4, "fewer are enough")
     assert first["io_s"] < 0.5 * first["idle_s"]
@@ -496,7 +496,7 @@ def test_tickets_end_in_order_and_slots_are_reused() -> None:
             under_way.append((ticket, ids, buffer))
         for ticket, *_ in under_way:
             engine.wait("prefetch", ticket)
-        stats = engine.stats()
+        stats = engine.stats
         assert stats["prefetch"]["batches"] == 199
         assert stats["prefetch"]["failed"] == 0
 
@@ -560,9 +560,9 @@ def test_an_idle_engine_sleeps() -> None:
     ) as engine:
         engine.wait("prefetch", engine.submit("prefetch", [1], buffer.ctypes.data))
         time.sleep(0.1)
-        before = engine.stats()
+        before = engine.stats
         time.sleep(0.5)
-        after = engine.stats()
+        after = engine.stats
         assert after["worker_cpu_s"] - before["worker_cpu_s"] < 0.01
         assert after["polling_cpu_s"] - before["polling_cpu_s"] < 0.01
 

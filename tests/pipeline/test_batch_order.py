@@ -65,7 +65,7 @@ def test_a_read_behind_a_write_sees_it(tmp_path: Path, width: int, ids: Any) -> 
         want[7] = -1
         p.write_back([7], want[7:8].copy())
         p.prefetch(ids)
-        np.testing.assert_array_equal(p.synchronize(), want[ids])
+        np.testing.assert_array_equal(p.take(), want[ids])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -74,9 +74,9 @@ def test_a_write_does_not_overtake_a_read(tmp_path: Path, width: int, ids: Any) 
     with pipeline(tmp_path / "rows", width, "read delay=200000us n=1") as p:
         p.prefetch([7])
         p.write_back(ids, rows_of(-1, ROWS, width))
-        np.testing.assert_array_equal(p.synchronize(), values(width)[[7]])
+        np.testing.assert_array_equal(p.take(), values(width)[[7]])
         p.prefetch([7])
-        assert (p.synchronize() == -1).all()
+        assert (p.take() == -1).all()
 
 
 def test_rows_that_no_batch_shares_wait_for_nobody(tmp_path: Path) -> None:
@@ -85,11 +85,11 @@ def test_rows_that_no_batch_shares_wait_for_nobody(tmp_path: Path) -> None:
         stuck = p.write_back([7], rows_of(-1, 1, 128))
         p.prefetch([30, 3])
         p.prefetch(slice(8, 20))
-        np.testing.assert_array_equal(p.synchronize(), values(128)[[30, 3]])
-        np.testing.assert_array_equal(p.synchronize(), values(128)[8:20])
+        np.testing.assert_array_equal(p.take(), values(128)[[30, 3]])
+        np.testing.assert_array_equal(p.take(), values(128)[8:20])
         assert not stuck.done()
         with pytest.raises(ControllerTimeout):
-            p.write_back_synchronize()
+            p.reclaim()
 
 
 def test_a_row_that_waits_leaves_the_others_of_its_batch_their_way(tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_a_write_that_fails_lets_go_of_those_that_wait(tmp_path: Path) -> None:
         p.write_back([7], rows_of(-1, 1, 128))
         p.write_back([6, 7], rows_of(-2, 2, 128))
         p.prefetch([7, 6])
-        assert (p.synchronize() == -2).all()
+        assert (p.take() == -2).all()
         with pytest.raises(fw.errors.StorageError):
-            p.write_back_synchronize()
+            p.reclaim()
 
 
 def test_a_row_twice_in_a_batch_waits_for_no_end_of_its_own() -> None:
@@ -161,9 +161,9 @@ def test_batches_that_share_rows_are_as_those_of_a_model(
                 p.prefetch(ids)
                 expected.append(want[ids].copy())
                 if len(expected) == 2:
-                    np.testing.assert_array_equal(p.synchronize(), expected.pop(0), label)
+                    np.testing.assert_array_equal(p.take(), expected.pop(0), label)
             while expected:
-                np.testing.assert_array_equal(p.synchronize(), expected.pop(0), label)
+                np.testing.assert_array_equal(p.take(), expected.pop(0), label)
         np.testing.assert_array_equal(np.load(path), want, label)
 
 
@@ -172,7 +172,7 @@ def test_no_batch_fills_a_buffer_that_is_being_written_back(tmp_path: Path) -> N
     with pipeline(path, 3072, "write delay=100000us", depth=1) as p:
         for first in range(0, ROWS, 4):
             p.prefetch(slice(first, first + 4))
-            rows = p.synchronize()
+            rows = p.take()
             rows += 1
             p.write_back(slice(first, first + 4), rows)
         p.flush()

@@ -76,13 +76,13 @@ def on_gpu(x: fw.Array, ids: Any) -> DeviceArray:
 
 def arrived(p: Any) -> Any:
     """The oldest batch."""
-    return np.asarray(p.synchronize())
+    return np.asarray(p.take())
 
 
 def check_rows_pass_the_ring() -> None:
     rng = np.random.default_rng(1)
     with opened(depth=3) as (x, p):
-        assert p.explain().way == "ring", p.explain()
+        assert p.explain().route == "ring", p.explain()
         batches = [rng.integers(0, ROWS, rng.integers(0, 301)) for _ in range(40)]
         ids = [on_gpu(x, each) if k % 2 and len(each) else each for k, each in enumerate(batches)]
         for k, each in enumerate(ids):
@@ -112,7 +112,7 @@ def check_rows_are_written_and_read_again() -> None:
             p.write_back(on_gpu(x, which) if turn % 2 else which, rows)
             p.prefetch(which)
             np.testing.assert_array_equal(arrived(p), now[which])
-            p.write_back_synchronize()
+            p.reclaim()
         p.write_back(slice(3, 5), np.full((2, WIDTH), -1, np.int64))
         now[3:5] = -1
         p.flush()
@@ -187,7 +187,7 @@ def check_tiles_pin_no_lists_and_use_rings_again() -> None:
 def check_no_batch_fills_a_buffer_that_is_being_written_back() -> None:
     with opened(depth=1) as (_, p):
         p.prefetch(slice(0, 3))
-        p.write_back(slice(0, 3), p.synchronize())
+        p.write_back(slice(0, 3), p.take())
         fake().fake_pend(p._way._copying["write_back"].handle)  # rows are taken from the buffer
 
         ticket = p.prefetch(slice(3, 6))
@@ -206,7 +206,7 @@ def check_a_batch_that_fails_raises_and_later_ones_run() -> None:
         with pytest.raises(StorageError):
             ticket.wait(20)
         with pytest.raises(StorageError):
-            p.synchronize()
+            p.take()
         np.testing.assert_array_equal(arrived(p), values()[3:4])
 
 
@@ -218,7 +218,7 @@ def check_rows_out_of_bounds() -> None:
         with pytest.raises(BoundsError, match=str(ROWS)):
             ticket.wait(20)
         with pytest.raises(BoundsError):
-            p.synchronize()
+            p.take()
         p.prefetch([2])
 
 
@@ -228,7 +228,7 @@ def check_a_writable_array_belongs_to_the_pipeline() -> None:
             with pytest.raises(ArgumentError, match="belongs to a pipeline"):
                 call()
         p.prefetch([1])
-        p.synchronize()
+        p.take()
         p.close()
         x.check()
 
@@ -252,15 +252,15 @@ def check_batches_that_pass_the_host_are_in_no_capture() -> None:
         stream = x.device.create_stream()
         p._stream = stream
         p.prefetch([4])
-        rows = p.synchronize()
-        x.device.synchronize(stream)
+        rows = p.take()
+        x.device.wait(stream)
         fake().fake_capture_begin(stream.handle)
         for call in (lambda: p.prefetch([5]), lambda: p.write_back([5], rows)):
             with pytest.raises(CaptureError, match="replays"):
                 call()
         assert fake().fake_capture_end() == 1, "the capture goes on"
         p.prefetch([5])
-        np.testing.assert_array_equal(np.asarray(p.synchronize()), values()[5:6])
+        np.testing.assert_array_equal(np.asarray(p.take()), values()[5:6])
 
 
 def check_ids_of_other_dtypes() -> None:
@@ -275,15 +275,15 @@ def check_rows_in_place_are_pulled_by_few_warps() -> None:
     memory = fw.storage.Memory(np.zeros(200_000, np.int64))
     with device, fw.open(memory, "r+", "i8", device=device, cache="64 KiB") as x:
         with fw.Pipeline(x, 100_000, sms=3) as p:
-            assert p.explain().way == "pull"
-            assert p.explain().multiprocessors == 3
+            assert p.explain().route == "pull"
+            assert p.explain().facts["multiprocessors"] == 3
             ids = x.device.empty_array((100_000,), np.int64)
             p.prefetch(ids)
             blocks, threads, stream, _ = report(device, x.cache.geometry.tags)
             assert blocks == 3, "a block may have a multiprocessor of its own"
             assert threads == 8 * 32
             assert stream == stream_of_last_launch(x) == p._way._side.handle
-            assert len(p.synchronize()) == 100_000
+            assert len(p.take()) == 100_000
         x.check()  # the pipeline's stream is gone, and the array does not wait for it
 
 

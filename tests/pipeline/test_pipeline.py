@@ -61,14 +61,14 @@ def test_batches_arrive_in_order(batches: list[list[int]], depth: int) -> None:
         assert p.in_flight == 0
 
 
-def test_a_buffer_is_the_callers_until_the_next_synchronize(array: fw.Array) -> None:
+def test_a_buffer_is_the_callers_until_the_next_take(array: fw.Array) -> None:
     with fw.Pipeline(array, 10, depth=3) as p:
         for k in range(3):
             p.prefetch(np.arange(10 * k, 10 * k + 10))
-        held = p.synchronize()
+        held = p.take()
         p.prefetch(np.arange(100, 110))  # as many in flight as the depth allows
         np.testing.assert_array_equal(held, values()[:10])
-        second = p.synchronize()
+        second = p.take()
         assert not np.shares_memory(held, second)
 
 
@@ -77,17 +77,17 @@ def test_slices_ranges_and_no_rows(array: fw.Array) -> None:
         for ids in (slice(5, 9), range(20, 10, -3), slice(0, 100, 7), np.empty(0, np.int64)):
             p.prefetch(ids)
         for want in (values()[5:9], values()[20:10:-3], values()[0:100:7], values()[:0]):
-            np.testing.assert_array_equal(p.synchronize(), want)
+            np.testing.assert_array_equal(p.take(), want)
 
 
 def test_rows_that_are_written_are_read_by_later_batches(array: fw.Array) -> None:
     with fw.Pipeline(array, 10) as p:
         p.prefetch(np.arange(10))
-        rows = p.synchronize()
+        rows = p.take()
         rows += 1
         ticket = p.write_back(np.arange(10), rows)
         p.prefetch(np.arange(10))
-        np.testing.assert_array_equal(p.synchronize(), values()[:10] + 1)
+        np.testing.assert_array_equal(p.take(), values()[:10] + 1)
         p.flush()
         assert ticket.done()
     np.testing.assert_array_equal(np.load(array._attachment.storage.path)[:10], values()[:10] + 1)
@@ -96,11 +96,11 @@ def test_rows_that_are_written_are_read_by_later_batches(array: fw.Array) -> Non
 def test_the_stats_and_the_explanation_name_the_way(array: fw.Array) -> None:
     with fw.Pipeline(array, 10) as p:
         p.prefetch([1, 2, 3])
-        p.synchronize()
+        p.take()
         moved = p.stats.moved["direct, prefetch"]
         assert (moved.batches, moved.rows, moved.nbytes) == (1, 3, 3 * WIDTH * 4)
         assert "direct" in str(p.explain())
-        assert p.explain().multiprocessors == 0
+        assert p.explain().facts["multiprocessors"] == 0
 
 
 # Bad input.
@@ -119,9 +119,9 @@ def test_what_does_not_fit_is_refused_and_loses_nothing(array: fw.Array) -> None
         ):
             with pytest.raises(error, match=says):
                 p.prefetch(ids)
-        np.testing.assert_array_equal(p.synchronize(), values()[1:3])
+        np.testing.assert_array_equal(p.take(), values()[1:3])
         with pytest.raises(ArgumentError, match="prefetch"):
-            p.synchronize()
+            p.take()
 
 
 def test_more_batches_than_the_depth_are_refused(array: fw.Array) -> None:
@@ -130,7 +130,7 @@ def test_more_batches_than_the_depth_are_refused(array: fw.Array) -> None:
         p.prefetch([2])
         with pytest.raises(ArgumentError, match="depth=2"):
             p.prefetch([3])
-        assert p.synchronize()[0, 0] == WIDTH
+        assert p.take()[0, 0] == WIDTH
         p.prefetch([3])
 
 
@@ -161,7 +161,7 @@ def test_writes_are_checked(array: fw.Array, tmp_path: Path) -> None:
             p.write_back([1, 2], np.zeros((3, WIDTH), np.float32))
         with pytest.raises(BoundsError):
             p.write_back([ROWS], np.zeros((1, WIDTH), np.float32))
-        p.write_back_synchronize()
+        p.reclaim()
     array.close()
     with (
         fw.open(tmp_path / "rows.npy", device="cpu") as x,
@@ -181,10 +181,10 @@ def test_a_batch_that_fails_raises_at_its_own_end(tmp_path: Path) -> None:
         p.prefetch([0, 1])
         p.prefetch([50, 51])  # of the line that fails
         p.prefetch([500])
-        np.testing.assert_array_equal(p.synchronize(), values()[:2])
+        np.testing.assert_array_equal(p.take(), values()[:2])
         with pytest.raises(StorageError):
-            p.synchronize()
-        np.testing.assert_array_equal(p.synchronize(), values()[500:501])
+            p.take()
+        np.testing.assert_array_equal(p.take(), values()[500:501])
 
 
 def test_a_storage_that_does_not_answer_ends_the_wait(tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ def test_a_storage_that_does_not_answer_ends_the_wait(tmp_path: Path) -> None:
     ):
         p.prefetch([0])
         with pytest.raises(DeviceTimeout, match="1 rows to prefetch"):
-            p.synchronize()
-        x.synchronize()
+            p.take()
+        x.wait()
 
 
 def test_the_end_with_batches_in_flight(array: fw.Array) -> None:
@@ -207,7 +207,7 @@ def test_the_end_with_batches_in_flight(array: fw.Array) -> None:
     p.close()
     p.close()
     assert p.closed
-    for call in (lambda: p.prefetch([1]), p.synchronize, p.flush):
+    for call in (lambda: p.prefetch([1]), p.take, p.flush):
         with pytest.raises(ClosedError):
             call()
     assert not array[2].any()
@@ -234,7 +234,7 @@ def test_a_loop_that_ends_early_leaves_nothing_in_flight(array: fw.Array) -> Non
                 break
         assert p.in_flight == 0
         p.prefetch([7])
-        assert p.synchronize()[0, 0] == 7 * WIDTH
+        assert p.take()[0, 0] == 7 * WIDTH
 
 
 def test_a_forked_child_cannot_use_it(array: fw.Array) -> None:
@@ -255,10 +255,10 @@ KERNEL = """
 FW_KERNEL add_one(fw::pipeline<float> p, const int64_t* ids, uint64_t n, float* rows,
                   uint64_t width) {
   p.prefetch(ids, n, rows);
-  p.prefetch_synchronize();
+  p.prefetch_wait();
   for (uint64_t i = fw::warp::index(); i < n * width; i += fw::warp::count()) rows[i] += 1;
   p.write_back(ids, n, rows);
-  p.write_back_synchronize();
+  p.write_back_wait();
 }
 """
 

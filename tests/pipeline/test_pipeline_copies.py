@@ -50,7 +50,7 @@ def opened(mode: str = "r", **options: Any) -> Iterator[tuple[fw.Array, fw.Pipel
 
 
 def content(x: fw.Array, rows: DeviceArray, stream: OwnedStream) -> np.ndarray[Any, Any]:
-    x.device.synchronize(stream, 10)
+    x.device.wait(stream, 10)
     return np.asarray(rows)
 
 
@@ -71,10 +71,10 @@ def check_sequences_and_lists_of_long_rows_are_copied() -> None:
     with opened(depth=4) as (x, p, stream):
         lists: list[Any] = [slice(3, 9), range(9, 3, -2), [5, 6, 7, -1, 0, 1, 5], []]
         for ids in lists:
-            assert p.prefetch(ids).way == "copies"
+            assert p.prefetch(ids).route == "copies"
         for ids in lists:
             want = values()[np.r_[ids] if isinstance(ids, slice) else np.array(ids, int)]
-            np.testing.assert_array_equal(content(x, p.synchronize(), stream), want)
+            np.testing.assert_array_equal(content(x, p.take(), stream), want)
         assert p.stats.moved["copies, prefetch"].rows == 6 + 3 + 7
         assert "copy engines" in p.explain().reason
 
@@ -83,7 +83,7 @@ def check_neighbours_are_one_copy() -> None:
     with opened() as (x, p, stream):
         before = [fake().fake_count(b"cuMemcpyAsync"), fake().fake_count(b"cuMemcpyBatchAsync")]
         p.prefetch(list(range(2, 20)))
-        content(x, p.synchronize(), stream)
+        content(x, p.take(), stream)
         after = [fake().fake_count(b"cuMemcpyAsync"), fake().fake_count(b"cuMemcpyBatchAsync")]
         assert [b - a for a, b in zip(before, after, strict=True)] == [1, 0]
 
@@ -92,19 +92,19 @@ def check_ids_on_the_gpu_are_pulled_by_warps() -> None:
     with opened() as (x, p, _):
         ids = device_ids(x, [1, 2])
         fake().fake_forget_queued()
-        assert p.prefetch(ids).way == "pull"
+        assert p.prefetch(ids).route == "pull"
         assert any("stream" in each for each in queued())
 
 
 def check_a_buffer_in_use_is_not_overwritten() -> None:
     with opened(depth=2) as (x, p, stream):
         p.prefetch(range(1))
-        first = p.synchronize()
+        first = p.take()
         np.testing.assert_array_equal(content(x, first, stream), values()[:1])
         fake().fake_pend(stream.handle)  # a kernel that still reads the buffer
         for k in range(1, 4):
             p.prefetch(range(k, k + 1))
-            last = p.synchronize()
+            last = p.take()
         assert last.address == first.address
         assert not x.device.done(stream)
         held = np.frombuffer(_bytes_at(first.address, 8 * WIDTH), np.int64)
@@ -124,13 +124,13 @@ def check_the_host_waits_for_nothing_and_allocates_nothing() -> None:
         for _ in range(4):
             for each in (range(9), ids):
                 p.prefetch(each)
-                p.synchronize()
+                p.take()
         before = [fake().fake_count(each) for each in counted]
         fake().fake_pend(stream.handle)  # whatever waits for the stream would never end
         for _ in range(50):
             for each in (range(9), ids):
                 p.prefetch(each)
-                p.synchronize()
+                p.take()
         assert [fake().fake_count(each) for each in counted] == before
         fake().fake_pend(0)
 
@@ -141,13 +141,13 @@ def check_what_is_written_is_in_the_storage_and_no_old_line_stays() -> None:
         x.device.upload(rows.address, values()[:3] - 7)
         fake().fake_forget_queued()
         ticket = p.write_back([30, 2, 11], rows)
-        assert ticket.way == "copies"
+        assert ticket.route == "copies"
         p.prefetch([2, 3])
-        read = content(x, p.synchronize(), stream)
+        read = content(x, p.take(), stream)
         np.testing.assert_array_equal(read, [values()[1] - 7, values()[3]])
         flush, invalidate = "_Z14fw_flush_linesy", "_Z19fw_invalidate_linesy"
         assert queued()[:3] == [flush, invalidate, flush]
-        p.write_back_synchronize()
+        p.reclaim()
         p.flush()
         stored = x._attachment.storage.array.reshape(ROWS, WIDTH)
         np.testing.assert_array_equal(stored[[30, 2, 11]], values()[:3] - 7)
@@ -168,24 +168,24 @@ def check_a_graph_has_what_warps_pull() -> None:
     with opened("r+") as (x, p, stream):
         ids = device_ids(x, [1, 2])
         p.prefetch(ids)
-        rows = p.synchronize()
-        x.device.synchronize(stream)
+        rows = p.take()
+        x.device.wait(stream)
 
         fake().fake_capture_begin(stream.handle)
         p.prefetch(ids)
-        p.synchronize()
+        p.take()
         p.write_back(ids, rows)
-        p.write_back_synchronize()
+        p.reclaim()
         assert fake().fake_capture_end() == 1
 
         p.prefetch(ids)
         fake().fake_capture_begin(stream.handle)
         with pytest.raises(CaptureError, match="same capture"):
-            p.synchronize()
+            p.take()
         with pytest.raises(CaptureError, match="ids as an array on the GPU"):
             p.prefetch(range(3))
         assert fake().fake_capture_end() == 1
-        p.synchronize()
+        p.take()
         fake().fake_destroy_graphs()
 
 
@@ -207,8 +207,8 @@ def check_a_file_that_is_registered_in_pieces() -> None:
     with device, fw.open(path, device=device, cache="64 KiB", immutable=True) as x:
         stream = device.create_stream()
         with fw.Pipeline(x, 40, stream=stream) as p:
-            assert p.prefetch(slice(0, 40)).way == "copies", p.explain()
-            np.testing.assert_array_equal(content(x, p.synchronize(), stream), values())
+            assert p.prefetch(slice(0, 40)).route == "copies", p.explain()
+            np.testing.assert_array_equal(content(x, p.take(), stream), values())
 
 
 def check_tiles() -> None:
@@ -233,7 +233,7 @@ def check_tiles() -> None:
 def check_a_batch_arrives_behind_the_stores_before_it() -> None:
     with opened("r+") as (_, p, _):
         p.prefetch(slice(0, 3))
-        p.write_back(slice(0, 3), p.synchronize())
+        p.write_back(slice(0, 3), p.take())
         fake().fake_pend(p._way._out.handle)  # the stores are under way, from a buffer of the turn
 
         ticket = p.prefetch(slice(3, 6))
@@ -247,7 +247,7 @@ def check_a_batch_arrives_behind_the_stores_before_it() -> None:
 def check_a_write_does_not_overtake_the_read_of_its_rows() -> None:
     with opened("r+") as (_, p, _):
         p.prefetch(slice(0, 3))
-        rows = p.synchronize()
+        rows = p.take()
         fake().fake_pend(p._way._side.handle)  # reads are under way
 
         reading = p.prefetch(slice(3, 6))

@@ -116,17 +116,17 @@ def test_an_array_raises_what_writes_failed_with_and_ends_all_the_same(path: Pat
 @pytest.mark.parametrize("options", WAYS)
 def test_facts_never_refuse(path: Path, options: dict[str, Any]) -> None:
     with open_rows(path) as x:
-        before = x.explain().path
+        before = x.explain().route
         with fw.Pipeline(x, 4, **options) as p:
             p.prefetch([1])
-            assert x.explain().path == before
+            assert x.explain().route == before
             assert x.stats.bytes_written == 0
             assert "flashwarp.Array" in repr(x)
             told = p.explain()
-            p.synchronize()
+            p.take()
         assert p.explain() == told
         assert "closed" in repr(p)
-        assert p.stats.moved[f"{told.way}, prefetch"].rows == 1
+        assert p.stats.moved[f"{told.route}, prefetch"].rows == 1
     with pytest.raises(ClosedError):
         x.explain()
     assert p.explain() == told
@@ -139,7 +139,7 @@ def test_facts_leave_failures_to_the_calls_that_raise_them(path: Path) -> None:
         while not lost.done():
             time.sleep(0.001)
         del lost
-        assert x.explain().path
+        assert x.explain().route
         assert x.stats.commands
         with pytest.raises(StorageError):
             x.gather([3])

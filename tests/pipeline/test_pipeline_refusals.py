@@ -29,7 +29,7 @@ def ones(rows: int) -> np.ndarray:
 
 def writes(p: fw.Pipeline, ids: Any, rows: Any) -> None:
     p.write_back(ids, rows)
-    p.write_back_synchronize()
+    p.reclaim()
 
 
 def stores(p: fw.Pipeline, ids: Any, rows: Any) -> None:
@@ -51,7 +51,7 @@ def pipeline(options: dict[str, Any]) -> Iterator[fw.Pipeline]:
         with fw.Pipeline(array, 8, depth=2, **options) as p:
             yield p
             p.prefetch([7, 0])
-            np.testing.assert_array_equal(p.synchronize(), values()[[7, 0]])
+            np.testing.assert_array_equal(p.take(), values()[[7, 0]])
             writes(p, [7], ones(1))
         expected = values()
         expected[7] = 1
@@ -75,7 +75,7 @@ def test_a_row_twice_in_a_batch_of_writes(pipeline: fw.Pipeline, ids: Any, twice
 
 def test_a_row_twice_in_a_batch_of_reads_comes_twice(pipeline: fw.Pipeline) -> None:
     pipeline.prefetch([3, 3, -1, 3])
-    np.testing.assert_array_equal(pipeline.synchronize(), values()[[3, 3, -1, 3]])
+    np.testing.assert_array_equal(pipeline.take(), values()[[3, 3, -1, 3]])
 
 
 @pytest.mark.parametrize("ids", [[ROWS], [-ROWS - 1], [1, 1 << 40], range(95, 103)], ids=str)
@@ -122,8 +122,8 @@ def test_rows_of_a_wrong_kind(pipeline: fw.Pipeline, rows: Any) -> None:
 
 def test_synchronize_without_a_batch(pipeline: fw.Pipeline) -> None:
     with pytest.raises(ArgumentError, match="prefetch"):
-        pipeline.synchronize()
-    pipeline.write_back_synchronize()  # without a write, there is nothing to order
+        pipeline.take()
+    pipeline.reclaim()  # without a write, there is nothing to order
 
 
 def test_rows_that_lie_at_no_multiple_of_their_size_are_written(options: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ def test_writes_that_fail_raise_at_their_own_end_and_later_ones_run(
             stores(p, [49, 50, 51], ones(3))
         writes(p, [60], ones(1))
         p.prefetch([60, 70])
-        np.testing.assert_array_equal(p.synchronize(), [ones(1)[0], values()[70]])
+        np.testing.assert_array_equal(p.take(), [ones(1)[0], values()[70]])
     # The cache has the row that was not stored, and says so to the end; workers write past it.
     with contextlib.nullcontext() if options else pytest.raises(StorageError):
         array.close()

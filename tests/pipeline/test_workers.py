@@ -29,7 +29,7 @@ def test_batches_arrive_and_are_written_in_order() -> None:
     with opened(Memory(values())) as x:
         x[3] = now[3] = -1  # dirty in the cache
         with fw.Pipeline(x, 300, depth=3, workers=(1, 3)) as p:
-            assert p.explain().way == "workers"
+            assert p.explain().route == "workers"
             batches = [rng.integers(-ROWS, ROWS, rng.integers(0, 300)) for _ in range(30)]
             for rows, ids in p.iterate([*batches, slice(3, 30), range(9, 2, -1)]):
                 which = np.r_[ids] if isinstance(ids, slice) else np.array(ids)
@@ -39,7 +39,7 @@ def test_batches_arrive_and_are_written_in_order() -> None:
                 now[which] = turn
                 p.write_back(which, now[which])
                 p.prefetch(which)
-                np.testing.assert_array_equal(p.synchronize(), now[which])
+                np.testing.assert_array_equal(p.take(), now[which])
             with pytest.raises(ArgumentError, match="belongs to a pipeline"):
                 x.gather([1])
             engine = p.stats.engine
@@ -50,7 +50,7 @@ def test_batches_arrive_and_are_written_in_order() -> None:
 
 def test_modelled_drives_serve_the_workers() -> None:
     stripe = Striped([Memory(ROWS * WIDTH * 2) for _ in range(2)], stripe="4 KiB")
-    controller = fw.SoftwareController(model="p5800x")
+    controller = fw.nvme.SoftwareController(model="p5800x")
     with opened(stripe, controller=controller) as x:
         x[:] = values()
         x.flush()
@@ -59,16 +59,16 @@ def test_modelled_drives_serve_the_workers() -> None:
                 np.testing.assert_array_equal(rows, values()[ids])
 
 
-def test_a_batch_that_fails_raises_at_its_own_synchronize(tmp_path: Path) -> None:
+def test_a_batch_that_fails_raises_at_its_own_take(tmp_path: Path) -> None:
     values().tofile(tmp_path / "f")
     storage = Faulty(File(tmp_path / "f"), "read eio bytes=51200-51201")
     with opened(storage, "r") as x, fw.Pipeline(x, 8, depth=3, workers=1) as p:
         for ids in ([0, 1], [99, 100, 101], [500]):
             p.prefetch(ids)
-        np.testing.assert_array_equal(p.synchronize(), values()[:2])
+        np.testing.assert_array_equal(p.take(), values()[:2])
         with pytest.raises(StorageError):
-            p.synchronize()
-        np.testing.assert_array_equal(p.synchronize(), values()[500:501])
+            p.take()
+        np.testing.assert_array_equal(p.take(), values()[500:501])
         with pytest.raises(BoundsError):
             p.prefetch([ROWS])
 

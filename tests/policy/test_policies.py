@@ -298,11 +298,11 @@ def test_kernels_of_ones_own_are_compiled_for_the_policy_of_their_arrays(
         ):
             for line in (0, 1, 2, 3, 0, 4):
                 touch(x, line * LINE // 8, out)
-                x.synchronize()
+                x.wait()
                 assert out[0] == line
             before = x.stats.misses
             touch(x, 0, out)
-            x.synchronize()
+            x.wait()
 
             # Line 0 was used again: LRU has kept it. The newest frame had line 3.
             assert x.stats.misses == before

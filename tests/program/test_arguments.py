@@ -35,7 +35,7 @@ def device() -> Iterator[CpuDevice]:
 
 
 @pytest.fixture(scope="module")
-def program(device: CpuDevice) -> fw.Program:
+def program(device: CpuDevice) -> fw.program.Program:
     return fw.compile(KERNELS, device)
 
 
@@ -50,7 +50,7 @@ def floats(tmp_path: Path, device: CpuDevice) -> Iterator[fw.Array]:
 
 
 def test_device_memory_and_torch_tensors_are_pointers(
-    program: fw.Program, device: CpuDevice
+    program: fw.program.Program, device: CpuDevice
 ) -> None:
     torch = pytest.importorskip("torch")
     memory = device.allocate(64)
@@ -63,7 +63,9 @@ def test_device_memory_and_torch_tensors_are_pointers(
     assert tensor[:4].tolist() == [3, 3, 3, 0]
 
 
-def test_read_only_array_is_a_pointer_to_const(program: fw.Program, floats: fw.Array) -> None:
+def test_read_only_array_is_a_pointer_to_const(
+    program: fw.program.Program, floats: fw.Array
+) -> None:
     indices = read_only(np.array([5], np.uint64))
     out = np.zeros(1, np.float32)
 
@@ -72,7 +74,7 @@ def test_read_only_array_is_a_pointer_to_const(program: fw.Program, floats: fw.A
     assert out[0] == 5
 
 
-def test_array_of_structures_by_pointer(program: fw.Program) -> None:
+def test_array_of_structures_by_pointer(program: fw.program.Program) -> None:
     pairs = np.zeros(10, PAIR)
     pairs["value"] = 1.5
     out = np.zeros(1)
@@ -82,7 +84,7 @@ def test_array_of_structures_by_pointer(program: fw.Program) -> None:
     assert out[0] == 15
 
 
-def test_size_of_structures_is_checked(program: fw.Program) -> None:
+def test_size_of_structures_is_checked(program: fw.program.Program) -> None:
     with pytest.raises(DtypeError, match=r"elements of 16 bytes.* 12"):
         program["sum_values"](np.zeros(3, [("key", "i4"), ("value", "f8")]), 3, np.zeros(1))
 
@@ -106,7 +108,7 @@ def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     ],
 )
 def test_bad_pointers_are_refused(
-    program: fw.Program, pointer: Any, error: type[FlashwarpError]
+    program: fw.program.Program, pointer: Any, error: type[FlashwarpError]
 ) -> None:
     with pytest.raises(error):
         program["count_threads"](pointer)
@@ -122,13 +124,13 @@ class FakeGpuArray:
     }
 
 
-def test_array_on_a_gpu_is_refused_on_the_cpu(program: fw.Program) -> None:
+def test_array_on_a_gpu_is_refused_on_the_cpu(program: fw.program.Program) -> None:
     with pytest.raises(ArgumentError, match="the array is on cuda, the kernel on cpu"):
         program["count_threads"](FakeGpuArray())
 
 
 def test_freed_memory_and_memory_of_another_device_are_refused(
-    program: fw.Program, device: CpuDevice
+    program: fw.program.Program, device: CpuDevice
 ) -> None:
     memory = device.allocate(64)
     memory.close()
@@ -139,7 +141,7 @@ def test_freed_memory_and_memory_of_another_device_are_refused(
 
 
 def test_array_where_a_pointer_is_wanted_and_the_other_way_round(
-    program: fw.Program, floats: fw.Array
+    program: fw.program.Program, floats: fw.Array
 ) -> None:
     with pytest.raises(ArgumentError, match="has no address"):
         program["count_threads"](floats)
@@ -150,7 +152,9 @@ def test_array_where_a_pointer_is_wanted_and_the_other_way_round(
 # Arrays.
 
 
-def test_number_of_axes_is_checked(program: fw.Program, tmp_path: Path, device: CpuDevice) -> None:
+def test_number_of_axes_is_checked(
+    program: fw.program.Program, tmp_path: Path, device: CpuDevice
+) -> None:
     with (
         fw.create(tmp_path / "x.npy", "i4", (30,), device=device) as x,
         pytest.raises(ArgumentError, match="takes 2 axes, the array has shape"),
@@ -159,7 +163,7 @@ def test_number_of_axes_is_checked(program: fw.Program, tmp_path: Path, device: 
 
 
 def test_dtype_of_an_array_is_checked(
-    program: fw.Program, tmp_path: Path, device: CpuDevice
+    program: fw.program.Program, tmp_path: Path, device: CpuDevice
 ) -> None:
     with (
         fw.create(tmp_path / "i.npy", "i4", (10,), device=device) as integers,
@@ -169,7 +173,7 @@ def test_dtype_of_an_array_is_checked(
 
 
 def test_read_only_array_is_refused_where_it_could_be_stored_to(
-    program: fw.Program, tmp_path: Path, device: CpuDevice
+    program: fw.program.Program, tmp_path: Path, device: CpuDevice
 ) -> None:
     np.save(tmp_path / "x.npy", np.ones(10, np.float32))
     with (
@@ -179,7 +183,7 @@ def test_read_only_array_is_refused_where_it_could_be_stored_to(
         program["mine::scale"](x, 1)
 
 
-def test_array_of_another_device_is_refused(program: fw.Program, tmp_path: Path) -> None:
+def test_array_of_another_device_is_refused(program: fw.program.Program, tmp_path: Path) -> None:
     with (
         CpuDevice(1) as elsewhere,
         fw.create(tmp_path / "x.npy", "f4", (10,), device=elsewhere) as x,
@@ -188,7 +192,9 @@ def test_array_of_another_device_is_refused(program: fw.Program, tmp_path: Path)
         program["mine::scale"](x, 1)
 
 
-def test_closed_array_is_refused(program: fw.Program, tmp_path: Path, device: CpuDevice) -> None:
+def test_closed_array_is_refused(
+    program: fw.program.Program, tmp_path: Path, device: CpuDevice
+) -> None:
     with fw.create(tmp_path / "x.npy", "f4", (10,), device=device) as x:
         pass
     with pytest.raises(ClosedError):
@@ -198,7 +204,7 @@ def test_closed_array_is_refused(program: fw.Program, tmp_path: Path, device: Cp
 # Numbers and structures.
 
 
-def test_structure_may_be_bytes_or_ctypes(program: fw.Program) -> None:
+def test_structure_may_be_bytes_or_ctypes(program: fw.program.Program) -> None:
     class Pair(ctypes.Structure):
         _fields_ = (("key", ctypes.c_int32), ("value", ctypes.c_double))
 
@@ -237,7 +243,7 @@ GOOD = (None, True, 1, 1, 1, 1, 1.0, 1.0, bytes(16))
     ],
 )
 def test_bad_numbers_are_refused(
-    program: fw.Program, place: int, value: Any, error: type[FlashwarpError]
+    program: fw.program.Program, place: int, value: Any, error: type[FlashwarpError]
 ) -> None:
     arguments = [*GOOD[:place], value, *GOOD[place + 1 :]]
 
@@ -248,12 +254,12 @@ def test_bad_numbers_are_refused(
 # Signatures.
 
 
-def test_unknown_kernel_is_an_error_that_lists_the_known(program: fw.Program) -> None:
+def test_unknown_kernel_is_an_error_that_lists_the_known(program: fw.program.Program) -> None:
     with pytest.raises(ArgumentError, match="mine::scale"):
         program["scale"]
 
 
-def test_number_of_arguments_is_checked(program: fw.Program, floats: fw.Array) -> None:
+def test_number_of_arguments_is_checked(program: fw.program.Program, floats: fw.Array) -> None:
     with pytest.raises(ArgumentError, match="takes 2 arguments, not 1"):
         program["mine::scale"](floats)
 

@@ -32,7 +32,7 @@ def device() -> Iterator[CpuDevice]:
 
 
 @pytest.fixture(scope="module")
-def program(device: CpuDevice) -> fw.Program:
+def program(device: CpuDevice) -> fw.program.Program:
     return fw.compile(KERNELS, device)
 
 
@@ -240,7 +240,7 @@ def test_code_that_cannot_be_unloaded_is_never_taken_for_another(device: CpuDevi
 
 @pytest.mark.parametrize(("warps", "threads"), [(None, 3), (1, 1), (2, 2), (1000, 3), (0, 0)])
 def test_no_more_threads_than_the_device_has(
-    program: fw.Program, warps: int | None, threads: int
+    program: fw.program.Program, warps: int | None, threads: int
 ) -> None:
     seen = np.zeros(8, np.uint32)
 
@@ -250,12 +250,12 @@ def test_no_more_threads_than_the_device_has(
 
 
 def test_two_programs_run_at_once_from_two_threads(
-    program: fw.Program, floats: fw.Array, device: CpuDevice
+    program: fw.program.Program, floats: fw.Array, device: CpuDevice
 ) -> None:
     other = fw.compile(KERNELS, device, defines={"BIAS": 1})
     failures: list[BaseException] = []
 
-    def gather(program: fw.Program, bias: int) -> None:
+    def gather(program: fw.program.Program, bias: int) -> None:
         try:
             indices = np.arange(0, floats.size, 97, dtype=np.uint64)
             for _ in range(5):

@@ -39,12 +39,12 @@ PAIR = np.dtype(FIELDS, align=True)
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    with fw.CpuDevice(3) if request.param == "cpu" else fw.CudaDevice(0) as made:
+    with fw.device.CpuDevice(3) if request.param == "cpu" else fw.device.CudaDevice(0) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def program(device: Device) -> fw.Program:
+def program(device: Device) -> fw.program.Program:
     return fw.compile(KERNELS, device)
 
 
@@ -55,7 +55,7 @@ def on_device(device: Device, values: np.ndarray[Any, Any]) -> DeviceArray:
 
 
 def test_gather_from_an_array_larger_than_its_cache(
-    program: fw.Program, tmp_path: Path, device: Device
+    program: fw.program.Program, tmp_path: Path, device: Device
 ) -> None:
     """Sixteen times the size of its cache."""
     # On a GPU they are all wanted at once, and many meet on one line.
@@ -66,7 +66,7 @@ def test_gather_from_an_array_larger_than_its_cache(
         x[:] = np.arange(1 << 22)
 
         program["gather"](x, on_device(device, indices), out, count)
-        x.synchronize()
+        x.wait()
 
         assert (out.copy_to_host() == indices.astype(np.float32)).all()
         assert x.stats.misses > 10_000
@@ -74,7 +74,7 @@ def test_gather_from_an_array_larger_than_its_cache(
 
 # 0.058 where nearly every access hit: misses of kernels were set against hits of gathers alone.
 def test_kernels_leave_the_ratios_of_other_operations_alone(
-    program: fw.Program, tmp_path: Path, device: Device
+    program: fw.program.Program, tmp_path: Path, device: Device
 ) -> None:
     indices = np.tile(np.arange(0, 1 << 16, 1 << 7, dtype=np.uint64), 4)
     out = device.empty_array(indices.shape, np.float32)
@@ -86,7 +86,7 @@ def test_kernels_leave_the_ratios_of_other_operations_alone(
         before = x.stats
 
         program["gather"](x, on_device(device, indices), out, len(indices))
-        x.synchronize()
+        x.wait()
         after = x.stats
 
         assert after.kernel_misses == after.misses - before.misses > 0
@@ -96,18 +96,18 @@ def test_kernels_leave_the_ratios_of_other_operations_alone(
         assert after.io_amplification == before.io_amplification
 
 
-def test_stores_reach_the_file(program: fw.Program, tmp_path: Path, device: Device) -> None:
+def test_stores_reach_the_file(program: fw.program.Program, tmp_path: Path, device: Device) -> None:
     path = tmp_path / "x.npy"
     with fw.create(path, "f4", (1_000_000,), device=device, cache="1 MiB") as x:
         x[:] = np.arange(1_000_000)
         program["mine::scale"](x, 2)
-        x.synchronize()
+        x.wait()
 
     assert (np.load(path) == 2 * np.arange(1_000_000, dtype=np.float32)).all()
 
 
 def test_arrays_on_caches_of_their_own_and_on_one(
-    program: fw.Program, tmp_path: Path, device: Device
+    program: fw.program.Program, tmp_path: Path, device: Device
 ) -> None:
     rng = np.random.default_rng(2)
     values = rng.random((2, 500_000), np.float32)
@@ -120,12 +120,14 @@ def test_arrays_on_caches_of_their_own_and_on_one(
         a[:], b[:] = values
         program["add"](a, b, total)
         for array in (a, b, total):
-            array.synchronize()
+            array.wait()
 
         assert (total[:] == values[0] + values[1]).all()
 
 
-def test_axes_and_read_only_arrays(program: fw.Program, tmp_path: Path, device: Device) -> None:
+def test_axes_and_read_only_arrays(
+    program: fw.program.Program, tmp_path: Path, device: Device
+) -> None:
     values = np.arange(300 * 70, dtype=np.int32).reshape(300, 70)
     np.save(tmp_path / "x.npy", values)
     with (
@@ -134,7 +136,7 @@ def test_axes_and_read_only_arrays(program: fw.Program, tmp_path: Path, device: 
     ):
         assert not x.writable
         program["transpose"](x, y)
-        y.synchronize()
+        y.wait()
 
         assert (y[:] == values.T).all()
 
@@ -149,7 +151,7 @@ def test_arrays_of_records_have_the_programs_size(tmp_path: Path, device: Device
 
     with fw.open(tmp_path / "x.npy", device=device) as x:
         program["sum_pairs"](x, out)
-        x.synchronize()
+        x.wait()
 
     assert out.copy_to_host()[0] == 2500
     with (
@@ -159,7 +161,9 @@ def test_arrays_of_records_have_the_programs_size(tmp_path: Path, device: Device
         program["sum_pairs"](y, out)
 
 
-def test_numbers_and_structures_arrive_as_they_are(program: fw.Program, device: Device) -> None:
+def test_numbers_and_structures_arrive_as_they_are(
+    program: fw.program.Program, device: Device
+) -> None:
     out = device.empty_array((9,), np.float64)
     record = np.array((7, 0.25), PAIR)[()]
 
@@ -168,17 +172,17 @@ def test_numbers_and_structures_arrive_as_they_are(program: fw.Program, device: 
     assert out.copy_to_host().tolist() == [1, -128, 65535, -5, 1 << 53, 0.5, 1e300, 7, 0.25]
 
 
-def test_device_memory_is_a_pointer(program: fw.Program, device: Device) -> None:
+def test_device_memory_is_a_pointer(program: fw.program.Program, device: Device) -> None:
     memory = device.allocate(400)
 
     program["increment"](memory, 100)
-    device.synchronize()
+    device.wait()
 
     assert (np.frombuffer(device.download(memory.address, 400), np.float32) == 1).all()
 
 
-def test_failed_transfers_are_raised_by_synchronize(
-    program: fw.Program, tmp_path: Path, device: Device
+def test_failed_transfers_are_raised_by_wait(
+    program: fw.program.Program, tmp_path: Path, device: Device
 ) -> None:
     (tmp_path / "x.bin").write_bytes(bytes(4096))
     storage = Faulty(fw.storage.File(tmp_path / "x.bin", writable=True), "read eio")
@@ -187,4 +191,4 @@ def test_failed_transfers_are_raised_by_synchronize(
         program["gather"](x, on_device(device, np.zeros(1, np.uint64)), out, 1)
 
         with pytest.raises(StorageError, match="a kernel"):
-            x.synchronize()
+            x.wait()

@@ -16,8 +16,8 @@ _LIMIT_S = 120
 _KERNELS = """
 import runpy, sys, flashwarp
 from qemu.suites.commands import load_kernel
-flashwarp.compile(runpy.run_path(sys.argv[1])["KERNEL"], flashwarp.CpuDevice())
-load_kernel(flashwarp.CpuDevice(1))
+flashwarp.compile(runpy.run_path(sys.argv[1])["KERNEL"], flashwarp.device.CpuDevice())
+load_kernel(flashwarp.device.CpuDevice(1))
 """
 
 

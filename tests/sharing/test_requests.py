@@ -260,7 +260,7 @@ FACTS = {
     "line": 4096,
     "ways": 4,
     "sets": 1,
-    "host_capacity": 0,
+    "host_memory": 0,
     "metadata_bytes": 8192,
     "tags": 4096,
     "epochs": 0,

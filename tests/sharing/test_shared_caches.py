@@ -22,10 +22,10 @@ from flashwarp.errors import (
     BoundsError,
     CacheError,
     ClosedError,
-    DataPathError,
     LockedError,
     OwnerLostError,
     ReadOnlyError,
+    RouteError,
     SharedCacheError,
 )
 from flashwarp.sharing.messages import Message
@@ -97,7 +97,7 @@ def test_client_reads_what_numpy_reads(client: fw.Cache, path: Path) -> None:
         out = np.empty((2, 128), "i4")
         assert x.gather([3, 1], out=out) is out
         np.testing.assert_array_equal(out, ROWS[[3, 1]])
-        assert "data path   shared: lines are read in the owner's memory" in str(x.explain())
+        assert "route   shared: lines are read in the owner's memory" in str(x.explain())
         assert "shared=" in x._repr_html_()
 
 
@@ -541,14 +541,14 @@ def test_what_needs_kernels_says_so(client: fw.Cache, path: Path) -> None:
         for use in (
             lambda: x.kernel_handle,
             lambda: x.gather_async([1]),
-            lambda: x.controller.queues,
+            lambda: x.service.queues,
             lambda: list(fw.Pipeline(x, 2).iterate([[1, 2]])),
             lambda: record(x).__enter__(),
         ):
             with pytest.raises(SharedCacheError, match="is the owner's"):
                 use()
         with pytest.raises(SharedCacheError, match="no share tables"):
-            fw.ShareTable(client, 8)
+            fw.array.ShareTable(client, 8)
         assert x.in_place is None
         kernel = fw.compile(KERNEL, "cpu")["first"]
         with pytest.raises(SharedCacheError, match=r"kernels.*need arrays of the owner"):
@@ -705,7 +705,7 @@ def test_more_files_than_a_cache_carries(client: fw.Cache, tmp_path: Path) -> No
 
 
 def test_strict_paths_are_the_owners(owner: fw.Cache, path: Path) -> None:
-    with pytest.raises(DataPathError), fw.open(path, cache=owner, strict="in_place"):
+    with pytest.raises(RouteError), fw.open(path, cache=owner, strict="in_place"):
         pass
     with fw.open(path, cache=owner, strict="direct") as x:
         assert x[0, 1] == 1

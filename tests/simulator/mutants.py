@@ -1826,7 +1826,7 @@ MUTANTS = {
             _DIRECTION,
             "atomic::cas_acq_rel(issued, seen, seen | issue::kClaimed)) {",
             "(atomic::store_relaxed(issued, seen | issue::kClaimed), true)) {",
-            "two blocks synchronize one batch",
+            "two blocks wait for one batch",
             "batches_oldest",
         ),
         Mutant(
@@ -1834,7 +1834,7 @@ MUTANTS = {
             _DIRECTION,
             "      atomic::store_release(&d.states[first].issued, issued & ~issue::kClaimed);\n",
             "",
-            "a batch that was late can never be synchronized",
+            "a batch that was late can never be waited for",
             "batches_late",
         ),
         Mutant(

@@ -18,7 +18,7 @@ struct Shape {
   uint32_t lines = 6;  // of each volume; the last one is partial
   uint32_t queues = 1;
   uint32_t depth_log2 = 1;
-  nvme::data_path path = nvme::kInPlace;
+  nvme::route path = nvme::kInPlace;
   uint32_t controllers = 1;
   uint32_t warps = 2;
   cache::spread spread = cache::kOneNamespace;
@@ -38,7 +38,7 @@ struct Shape {
   static Shape draw(Random& random) {
     Shape s;
     constexpr uint32_t kSets[] = {1, 1, 2, 3};
-    constexpr nvme::data_path kPaths[] = {nvme::kInPlace, nvme::kBounce, nvme::kDirect};
+    constexpr nvme::route kPaths[] = {nvme::kInPlace, nvme::kBounce, nvme::kDirect};
     constexpr uint32_t kLines[] = {2, 5, 6, 9, 12};
     s.sets = random.pick(kSets);
     s.volumes = 1 + random.below(2);

@@ -52,7 +52,7 @@ def test_memory_in_parts_is_read_in_place(content, line):
 
     with fw.open(Concatenated(parts), dtype="u1", shape=content.shape, device="cpu", line=line,
                  cache="16 KiB") as x:  # fmt: skip
-        assert x.controller.path == "in_place"
+        assert x.service.route == "in_place"
         assert x.in_place is None
         assert np.array_equal(x.gather(ids), content[ids])
         assert np.array_equal(x[:], content)
@@ -66,18 +66,18 @@ def test_memory_in_parts_is_read_in_place(content, line):
 def test_memory_in_parts_that_needs_commands_is_not_read_in_place(content, how):
     parts = [Memory(half.reshape(-1).copy()) for half in np.split(content, 2)]
     mode = "r+" if how == "written" else "r"
-    settings = fw.SoftwareController(commands=how == "commands")
+    settings = fw.nvme.SoftwareController(commands=how == "commands")
 
     with fw.open(Concatenated(parts), mode, "u1", content.shape, device="cpu", line=512,
                  cache="16 KiB", controller=settings) as x:  # fmt: skip
-        assert x.controller.path == "direct"
+        assert x.service.route == "direct"
         assert np.array_equal(x[:], content)
         assert x.stats.commands > 0
 
 
 def test_commands_in_parts_in_place_are_refused(content):
     parts = [Memory(half.reshape(-1).copy(), writable=False) for half in np.split(content, 2)]
-    settings = fw.SoftwareController(commands=True, data_path="in_place")
+    settings = fw.nvme.SoftwareController(commands=True, route="in_place")
 
     with pytest.raises(ArgumentError, match="one address for all of its members"):
         fw.open(Concatenated(parts), dtype="u1", device="cpu", controller=settings)

@@ -88,13 +88,13 @@ def test_a_cold_file_that_fits_goes_through_the_page_cache(folder: Path, mode: s
     with fw.open(folder / "x.npy", mode, device="cpu", cache="1 MiB") as x:
         told = x.explain()
 
-    assert told.storage["o_direct"] is False
+    assert told.facts["storage"]["o_direct"] is False
     assert "fit the" in told.reason
 
 
 def test_a_table_that_was_just_created_goes_through_the_page_cache(folder: Path) -> None:
     with fw.create(folder / "x.npy", "i8", (4096, 512), device="cpu", cache="1 MiB") as x:
-        assert x.explain().storage["o_direct"] is False
+        assert x.explain().facts["storage"]["o_direct"] is False
 
 
 def test_a_large_table_that_was_just_created_goes_through_the_page_cache(
@@ -103,7 +103,7 @@ def test_a_large_table_that_was_just_created_goes_through_the_page_cache(
     monkeypatch.setenv("FLASHWARP_PAGE_CACHE_SHARE", "1e-6")
 
     with fw.create(folder / "x.npy", "i8", (4096, 512), device="cpu", cache="1 MiB") as x:
-        assert x.explain().storage["o_direct"] is False
+        assert x.explain().facts["storage"]["o_direct"] is False
 
 
 @pytest.mark.parametrize("mode", ["r", "r+"])
@@ -116,7 +116,7 @@ def test_a_file_that_exceeds_the_memory_goes_past_the_page_cache(
     with fw.open(folder / "x.npy", mode, device="cpu", cache="1 MiB") as x:
         told = x.explain()
 
-    assert told.storage["o_direct"] is True
+    assert told.facts["storage"]["o_direct"] is True
     assert "exceed the" in told.reason
 
 
@@ -125,7 +125,7 @@ def test_the_frames_of_a_cpu_device_are_not_counted_for_the_page_cache(folder: P
     available = host_memory.available_bytes()
 
     with fw.open(folder / "x.npy", device="cpu", cache=int(available * 0.9999)) as x:
-        assert x.explain().storage["o_direct"] is True
+        assert x.explain().facts["storage"]["o_direct"] is True
 
 
 @pytest.mark.parametrize("o_direct", [True, False])
@@ -140,8 +140,8 @@ def test_a_way_that_was_asked_for_stays(
             assert np.array_equal(x[:], data)
         told = x.explain()
 
-    assert told.storage["o_direct"] is o_direct
-    assert "changed" not in told.storage
+    assert told.facts["storage"]["o_direct"] is o_direct
+    assert "changed" not in told.facts["storage"]
     assert "as asked for" in told.reason
 
 
@@ -212,7 +212,7 @@ def test_rows_that_are_read_again_come_from_the_page_cache_later(
     monkeypatch.setenv("FLASHWARP_REVIEW_BYTES", "1000000")
     with fw.open(folder / "x.npy", device="cpu", cache="64 KiB") as x:
         assert np.array_equal(x.gather(rows), data[rows])
-        assert x.explain().storage["o_direct"] is True
+        assert x.explain().facts["storage"]["o_direct"] is True
 
         # As when whatever took the memory has ended.
         monkeypatch.setenv("FLASHWARP_PAGE_CACHE_SHARE", "0.9")
@@ -220,12 +220,12 @@ def test_rows_that_are_read_again_come_from_the_page_cache_later(
             assert np.array_equal(x.gather(rows), data[rows])
 
         told = x.explain()
-        assert told.storage["o_direct"] is False
-        assert "to the page cache after" in told.storage["changed"]
+        assert told.facts["storage"]["o_direct"] is False
+        assert "to the page cache after" in told.facts["storage"]["changed"]
         assert "times, and fit the" in str(told)
-        before = x.controller.stats()["engine_operations"]
+        before = x.service.stats["engine_operations"]
         assert np.array_equal(x.gather(rows), data[rows])
-        assert x.controller.stats()["engine_operations"] - before < len(rows) // 20
+        assert x.service.stats["engine_operations"] - before < len(rows) // 20
 
 
 def test_a_page_cache_that_keeps_nothing_is_left(
@@ -235,14 +235,14 @@ def test_a_page_cache_that_keeps_nothing_is_left(
     rows = np.random.default_rng(1).permutation(len(data))
     monkeypatch.setenv("FLASHWARP_REVIEW_BYTES", "1000000")
     with fw.open(folder / "x.npy", device="cpu", cache="64 KiB") as x:
-        assert x.explain().storage["o_direct"] is False
+        assert x.explain().facts["storage"]["o_direct"] is False
 
         # As when something else takes the memory.
         monkeypatch.setenv("FLASHWARP_PAGE_CACHE_SHARE", "1e-6")
         for part in np.array_split(rows, 16):
             assert np.array_equal(x.gather(part), data[part])
 
-        told = x.explain().storage
+        told = x.explain().facts["storage"]
         assert told["o_direct"] is True
         assert "were not in the page cache" in told["changed"]
 
@@ -256,7 +256,7 @@ def test_no_review_without_bytes_to_review(folder: Path, monkeypatch: pytest.Mon
         for _ in range(6):
             x[:]
 
-        assert x.explain().storage["o_direct"] is True
+        assert x.explain().facts["storage"]["o_direct"] is True
 
 
 # The native file.

@@ -408,7 +408,7 @@ def test_offset_is_any_byte(tmp_path: Path, offset: int, o_direct: bool, mode: A
     with open_raw(
         path, shape=rows.shape, offset=offset, o_direct=o_direct, mode=mode, cache=16384
     ) as x:
-        assert x.explain().storage["offset"] == offset
+        assert x.explain().facts["storage"]["offset"] == offset
         np.testing.assert_array_equal(x[...], rows)
         index = np.random.default_rng(1).integers(0, 500, 300)
         np.testing.assert_array_equal(x.gather(index), rows[index])

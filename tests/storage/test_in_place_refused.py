@@ -24,7 +24,7 @@ from flashwarp.array.rows import MaintenanceParams
 from flashwarp.device import host_memory
 from flashwarp.device.cuda import CudaDevice
 from flashwarp.device.host_memory import PinnedFiles
-from flashwarp.errors import DataPathError, DeviceError
+from flashwarp.errors import DeviceError, RouteError
 from flashwarp.nvme import software
 from flashwarp.storage import Concatenated, Memory, Striped
 from flashwarp.storage.lease import Lease
@@ -70,7 +70,7 @@ def opened(what: Any, device: CudaDevice, **more: Any) -> fw.Array:
 
 def reason_of(array: fw.Array) -> str:
     told = array.explain()
-    assert told.path == "bounce"
+    assert told.route == "bounce"
     return told.reason
 
 
@@ -87,13 +87,13 @@ def check_device_that_registers_no_read_only_memory() -> None:
 
         with opened(path, device) as x:
             assert "not read in place, because cuda:0 cannot register read-only" in reason_of(x)
-            assert not x.controller.plain_reads
+            assert not x.service.plain_reads
             assert host_memory.pinned_files.nbytes == 0
             assert seconds_to_open_for_writing(path) < OPEN_S_MAX
-        with pytest.raises(DataPathError, match="cannot register read-only"):
+        with pytest.raises(RouteError, match="cannot register read-only"):
             opened(path, device, strict="in_place")
         with pytest.raises(DeviceError, match="cannot register read-only"):
-            opened(path, device, controller=fw.SoftwareController(data_path="in_place"))
+            opened(path, device, controller=fw.nvme.SoftwareController(route="in_place"))
 
     may_register()
     with (
@@ -101,7 +101,7 @@ def check_device_that_registers_no_read_only_memory() -> None:
         gpu() as device,
         opened(make(folder), device, strict="in_place") as x,
     ):
-        assert x.controller.plain_reads
+        assert x.service.plain_reads
         assert "a lease holds writers off" in str(x.explain())
 
 
@@ -109,7 +109,7 @@ def check_memory_that_could_be_written_is_registered_as_such() -> None:
     may_register(read_only=False)
     with gpu() as device:
         with opened(Memory(np.zeros(64, np.int64), writable=False), device) as x:
-            assert x.explain().path == "in_place"
+            assert x.explain().route == "in_place"
             assert fake().fake_registered_flags() == 1 | 2
         frozen = np.zeros(64, np.int64)
         frozen.flags.writeable = False
@@ -167,7 +167,7 @@ def check_stripes_of_which_one_is_refused_all_take_the_rings() -> None:
         paths = [make(folder, "a"), make(folder, "b", 2 * NBYTES)]
         with opened(Striped(paths, 4096), device) as x:
             assert f"registering {2 * NBYTES} read-only bytes" in reason_of(x)
-            assert [each.path for each in x.controller.services] == ["bounce"] * 2
+            assert [each.route for each in x.service.services] == ["bounce"] * 2
             assert host_memory.pinned_files.nbytes == 0
             for path in paths:
                 assert seconds_to_open_for_writing(path) < OPEN_S_MAX
@@ -179,16 +179,16 @@ def check_parts_are_read_in_place_until_one_of_their_files_is_written() -> None:
         paths = [make(folder, "a"), make(folder, "b")]
         parts = [(paths[0], 8, 4096), (paths[1], 16, NBYTES - 16), (paths[0], 8192, 1000)]
         with opened(Concatenated(parts), device, strict="in_place") as x:
-            assert x.controller.plain_reads
+            assert x.service.plain_reads
             assert x.in_place is None
             assert "a lease holds writers off" in str(x.explain())
             assert host_memory.pinned_files.nbytes > 0
             assert seconds_to_open_for_writing(paths[1]) < OPEN_S_MAX
-            assert x.controller.path == "bounce"
+            assert x.service.route == "bounce"
             assert seconds_to_open_for_writing(paths[0]) < OPEN_S_MAX
         assert host_memory.pinned_files.nbytes == 0
         with opened(Concatenated(parts), device, immutable=True) as x:
-            assert x.controller.path == "in_place"
+            assert x.service.route == "in_place"
             assert "immutable=True" in str(x.explain())
 
 
@@ -198,7 +198,7 @@ def check_parts_that_are_no_whole_words_take_the_rings() -> None:
         path = make(folder)
         for parts in ([(path, 0, 12), (path, 16, 4)], [(path, 4, 8), (path, 16, 8)]):
             with opened(Concatenated(parts), device) as x:
-                assert x.explain().path == "bounce"
+                assert x.explain().route == "bounce"
 
 
 def check_parts_of_which_one_is_refused_all_take_the_rings() -> None:
@@ -225,7 +225,7 @@ def check_arrays_share_the_budget_of_pinned_files() -> None:
             with opened(second, device) as x:
                 assert f"its {NBYTES} bytes, with {NBYTES} of other arrays" in reason_of(x)
                 assert "in_place_budget" in reason_of(x)
-            with pytest.raises(DataPathError, match="of other arrays"):
+            with pytest.raises(RouteError, match="of other arrays"):
                 opened(second, device, strict="in_place")
         assert host_memory.pinned_files.nbytes == 0
         opened(second, device, strict="in_place").close()

@@ -23,7 +23,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.device import resolve
-from flashwarp.errors import ArgumentError, DataPathError, StorageError
+from flashwarp.errors import ArgumentError, RouteError, StorageError
 from flashwarp.nvme.group import GroupService
 from flashwarp.storage import File
 from flashwarp.storage.file import Mapping
@@ -49,7 +49,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def open_mapped(path: Path, cache: str = "128 KiB", strict: str | None = None) -> fw.Array:
-    plan = fw.SoftwareController(data_path="in_place")
+    plan = fw.nvme.SoftwareController(route="in_place")
     return fw.open(path, device="cpu", cache=cache, controller=plan, strict=strict)
 
 
@@ -71,7 +71,7 @@ def lease_of(array: fw.Array) -> Lease:
 @pytest.mark.parametrize("how", ["write", "truncate", "direct"])
 def test_rows_are_new_after_another_process_has_rewritten_the_file(path: Path, how: str) -> None:
     with open_mapped(path) as x:
-        assert x.explain().path == "in_place"
+        assert x.explain().route == "in_place"
         np.testing.assert_array_equal(x[:], rows())
 
         try:
@@ -85,7 +85,7 @@ def test_rows_are_new_after_another_process_has_rewritten_the_file(path: Path, h
 
         np.testing.assert_array_equal(x[:], rows() + ADDED)
         assert opened_s < OPEN_S_MAX
-        assert x.explain().path == "bounce"
+        assert x.explain().route == "bounce"
         assert "opened the file for writing" in str(x.explain())
 
 
@@ -180,7 +180,7 @@ def old_elements(array: fw.Array, refreshes: bool) -> int:
     """Count old elements by a kernel before which the host drops nothing, as in a replay."""
     program = fw.compile(Path(__file__).parents[1] / "support" / "lease_kernels.cu", "cpu")
     count = np.zeros(1, np.uint64)
-    array._attachment.row_calls.changes = array.controller.changes
+    array._attachment.row_calls.changes = array.service.changes
     program["count_old"](array, int(refreshes), count, warps=3)
     return int(count[0])
 
@@ -205,7 +205,7 @@ def test_built_in_kernels_refresh_without_a_call_of_the_array(path: Path) -> Non
         rewrite(path)
         wait_until(lambda: is_held(lease_of(x)), "the lease is taken again")
 
-        assert x.controller.leased
+        assert x.service.leased
         x._attachment.maintain("refresh_lines")
 
         assert old_elements(x, refreshes=False) == 0
@@ -215,7 +215,7 @@ def test_every_stripe_begins_an_epoch_of_all(tmp_path: Path) -> None:
     names = [tmp_path / "a", tmp_path / "b"]
     for name in names:
         np.arange(512 << 7, dtype=np.int64).tofile(name)
-    plan = fw.SoftwareController(data_path="in_place")
+    plan = fw.nvme.SoftwareController(route="in_place")
     striped = fw.storage.Striped(names, 4096)
     with fw.open(
         striped, dtype="int64", device="cpu", controller=plan, cache="4 MiB", line=4096
@@ -224,7 +224,7 @@ def test_every_stripe_begins_an_epoch_of_all(tmp_path: Path) -> None:
         with names[1].open("r+b") as file:
             file.write(np.full(512 << 7, -1).tobytes())
 
-        assert isinstance(x.controller, GroupService)
+        assert isinstance(x.service, GroupService)
         second = x._attachment.storage.members[1].lease
         wait_until(lambda: is_held(second), "the lease is taken again")
         old_elements(x, refreshes=True)
@@ -249,12 +249,12 @@ def test_stripes_in_place_leave_only_the_file_that_is_written(tmp_path: Path, pa
     stripes = whole.reshape(-1, 2, 4096 // 8)
     for n, name in enumerate(names):
         np.ascontiguousarray(stripes[:, n]).tofile(name)
-    plan = fw.SoftwareController(data_path="in_place")
+    plan = fw.nvme.SoftwareController(route="in_place")
 
     with fw.open(
         fw.storage.Striped(names, 4096), dtype="int64", device="cpu", controller=plan
     ) as x:
-        assert x.explain().path == "in_place"
+        assert x.explain().route == "in_place"
         np.testing.assert_array_equal(x[:], whole)
         with names[0].open("r+b") as file:
             file.write((stripes[:, 0] + ADDED).tobytes())
@@ -263,9 +263,9 @@ def test_stripes_in_place_leave_only_the_file_that_is_written(tmp_path: Path, pa
         x.drop_cache()
 
         np.testing.assert_array_equal(x[:], whole)
-        assert x.explain().path == "bounce"
-        assert isinstance(x.controller, GroupService)
-        assert [c.path for c in x.controller.services] == ["bounce", "in_place"]
+        assert x.explain().route == "bounce"
+        assert isinstance(x.service, GroupService)
+        assert [c.route for c in x.service.services] == ["bounce", "in_place"]
 
 
 def test_writer_in_this_process_waits_for_no_one_but_the_keeper(path: Path) -> None:
@@ -349,7 +349,7 @@ def test_lease_is_given_up_where_another_path_is_asked_for(path: Path) -> None:
     mapping = Mapping(path, path.stat().st_size)
     file = _read_in_place(str(path), form, mapping, on_cpu(), 0)
     assert isinstance(file, File)
-    plan = fw.SoftwareController(data_path="direct")
+    plan = fw.nvme.SoftwareController(route="direct")
 
     with fw.open(file, "r", "int64", form.shape, device="cpu", controller=plan) as x:
         assert rewrite(path) < OPEN_S_MAX
@@ -404,7 +404,7 @@ def test_lease_that_the_system_has_ended_is_an_error_of_the_next_call(path: Path
         x.gather(np.arange(10))
         # As it is after lease-break-time, for a process that was stopped by a debugger.
         fcntl.fcntl(lease_of(x)._fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        wait_until(lambda: x.controller.changes != 0, "the keeper sees it")
+        wait_until(lambda: x.service.changes != 0, "the keeper sees it")
 
         with pytest.raises(StorageError, match="written while it was read in place") as caught:
             x.gather(np.arange(10))
@@ -422,7 +422,7 @@ def test_pages_that_cannot_be_left_fail_instead_of_serving_old_rows(
     def fail(_stream: object) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(x.controller.queues, "leave_in_place", fail)
+    monkeypatch.setattr(x.service.queues, "leave_in_place", fail)
     assert rewrite(path) < OPEN_S_MAX
 
     with pytest.raises(fw.errors.FlashwarpError):
@@ -439,7 +439,7 @@ def test_strict_array_refuses_what_does_not_come_in_place_any_more(path: Path) -
         rewrite(path)
 
         for _ in range(2):
-            with pytest.raises(DataPathError, match="a writer has opened"):
+            with pytest.raises(RouteError, match="a writer has opened"):
                 x.gather(np.arange(10))
 
 

@@ -114,15 +114,15 @@ def test_way_out(path: Path) -> None:
         x[0] = 1
         x.flush()
         assert (y[0] == 1).all()
-        assert x.explain().storage["lock"] == "held"
-        assert y.explain().storage["lock"] == "none, as asked for"
+        assert x.explain().facts["storage"]["lock"] == "held"
+        assert y.explain().facts["storage"]["lock"] == "none, as asked for"
 
 
 def test_open_that_fails_leaves_no_lock(path: Path) -> None:
     for _ in range(3):
         with pytest.raises(fw.errors.FlashwarpError):
             open_array(path, "r+", cache=1)
-        with pytest.raises(fw.errors.DataPathError):
+        with pytest.raises(fw.errors.RouteError):
             open_array(path, "r+", strict="bounce")
     open_array(path, "r+").close()
 
@@ -230,7 +230,7 @@ def test_each_of_several_files_is_locked(
         for name in names:
             with pytest.raises(LockedError):
                 File(name)
-        assert [m["lock"] for m in x.explain().storage["members"]] == ["held"] * 3
+        assert [m["lock"] for m in x.explain().facts["storage"]["members"]] == ["held"] * 3
     with open_array(kind(names), "r+", **options):
         pass
     with pytest.raises(LockedError):
@@ -448,7 +448,7 @@ def test_file_system_without_locks_goes_on_and_says_so(path: Path, tmp_path: Pat
 import sys, flashwarp as fw
 with fw.open(sys.argv[1], "r+", device="cpu") as x:
     x[0] = 3
-    print(x.explain().storage["lock"])
+    print(x.explain().facts["storage"]["lock"])
 with fw.create(sys.argv[1], "f8", 3, device="cpu", overwrite=True):
     pass
 """

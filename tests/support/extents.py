@@ -13,7 +13,7 @@ from support.drive_terms import put_in_terms_of_a_drive
 
 
 def check_arrays_by_extents(
-    folder: Path, device: Any, data_path: Any, line: int, count: int, nbytes: int = 16 << 20
+    folder: Path, device: Any, route: Any, line: int, count: int, nbytes: int = 16 << 20
 ) -> None:
     """Read and write an array by `count` extents of 8 KiB or more, in any order on the drive."""
     chooser = np.random.default_rng(count)
@@ -35,12 +35,12 @@ def check_arrays_by_extents(
     drive = folder / "drive.bin"
     drive.write_bytes(as_on_the_drive(content))
     rows = chooser.integers(0, nbytes // 512, 20_000)
-    controller = fw.SoftwareController(4, 64, data_path=data_path, commands=True)
+    controller = fw.nvme.SoftwareController(4, 64, route=route, commands=True)
     with fw.open(
         drive, "r+", "u1", (nbytes // 512, 512),
         device=device, cache="1 MiB", line=line, controller=controller,
     ) as x:  # fmt: skip
-        put_in_terms_of_a_drive(x.controller.queues, extents=extents)
+        put_in_terms_of_a_drive(x.service.queues, extents=extents)
         np.testing.assert_array_equal(x[rows], content.reshape(-1, 512)[rows])
         content = content.copy()
         content[: nbytes // 4] = content[nbytes // 2 : 3 * nbytes // 4]

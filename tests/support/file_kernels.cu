@@ -37,7 +37,7 @@ FW_KERNEL by_warps(fw::file f, request* requests, uint64_t count, char* buffer, 
     if (what == kWrite) got = fw::warp::write(f, to, r.offset, r.nbytes);
     if (what == kWriteAround) got = fw::warp::write_around(f, to, r.offset, r.nbytes);
     if (what == kAppend) got = fw::warp::append(f, to, r.nbytes, &at);
-    if (what == kSync) got = fw::warp::sync(f, r.offset, r.nbytes);
+    if (what == kSync) got = fw::warp::flush(f, r.offset, r.nbytes);
     if (fw::warp::lane() == 0) requests[k].got = got, requests[k].at = at;
   }
 }
@@ -54,7 +54,7 @@ FW_KERNEL by_blocks(fw::file f, request* requests, uint64_t count, char* buffer,
     if (what == kWrite) got = fw::block::write(f, to, r.offset, r.nbytes);
     if (what == kWriteAround) got = fw::block::write_around(f, to, r.offset, r.nbytes);
     if (what == kAppend) got = fw::block::append(f, to, r.nbytes, &at);
-    if (what == kSync) got = fw::block::sync(f, r.offset, r.nbytes);
+    if (what == kSync) got = fw::block::flush(f, r.offset, r.nbytes);
     if (fw::block::warp_rank() == 0 && fw::warp::lane() == 0) {
       requests[k].got = got, requests[k].at = at;
     }

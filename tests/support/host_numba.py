@@ -31,7 +31,7 @@ _TYPED_POINTER = re.compile(
 _SPECIAL = {"tid.x": 0, "ntid.x": 1, "ctaid.x": 0, "nctaid.x": 1}
 
 
-def link_headers(device: fw.CpuDevice) -> None:
+def link_headers(device: fw.device.CpuDevice) -> None:
     """Make the headers' functions known to the host's linker, for as long as the device is."""
     names = re.findall(r"\bfw_\w+\b", _declared())
     source = "\n".join(f"  to[{i}] = (void*)&{name};" for i, name in enumerate(names))

@@ -70,7 +70,7 @@ def test_repeated_ids_fetch_their_lines_once(tmp_path, content, number, dtype, t
     ids = np.tile(np.arange(100, 110), times)
     out = np.empty((ids.size, WIDTH), dtype)
     # By commands, because a thread reads around the cache what the page cache has.
-    controller = fw.SoftwareController(commands=True)
+    controller = fw.nvme.SoftwareController(commands=True)
     with fw.open(
         tmp_path / "x.npy", device="cpu", cache="64 KiB", line=512, controller=controller
     ) as x:
@@ -103,7 +103,7 @@ def test_rows_are_fetched_ahead_where_the_storage_makes_a_thread_wait(
 ):
     """Each read takes 5 ms, so one after the other they would take two seconds."""
     latency = (4900, 5000, 5100)
-    model = fw.SSDModel(
+    model = fw.nvme.SSDModel(
         name="slow",
         read_iops=((4096, 1e6),),
         write_iops=((4096, 1e6),),
@@ -121,7 +121,7 @@ def test_rows_are_fetched_ahead_where_the_storage_makes_a_thread_wait(
         device="cpu",
         cache="1 MiB",
         line=512,
-        controller=fw.SoftwareController(model=model),
+        controller=fw.nvme.SoftwareController(model=model),
     ) as x:
         lookup, bags = Lookup([table(x)]), Bags(20, 20)
         begin = time.perf_counter()

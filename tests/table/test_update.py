@@ -84,7 +84,7 @@ def test_rows_of_one_line_are_updated_by_many_threads():
     random = np.random.default_rng(1)
     table = np.zeros((256, 4), "f4")
     ids = np.tile(np.arange(256), 8)
-    with fw.CpuDevice(4) as device, opened(table, device, cache="64 KiB") as x:
+    with fw.device.CpuDevice(4) as device, opened(table, device, cache="64 KiB") as x:
         up = RowUpdate(x, 4, RULES["sgd"])
         for _ in range(200):
             run(up, random.permutation(ids), np.ones((len(ids), 4), "f4"), Rates(1.0))
@@ -96,7 +96,7 @@ def test_evicted_lines_lose_no_update_of_their_other_rows():
     table = np.zeros((4096, 16), "f4")
     random = np.random.default_rng(2)
     expected = table.copy()
-    with fw.CpuDevice(4) as device, opened(table, device, cache="16 KiB", line=512) as x:
+    with fw.device.CpuDevice(4) as device, opened(table, device, cache="16 KiB", line=512) as x:
         up = RowUpdate(x, 16, RULES["sgd"])
         for _ in range(30):
             ids = random.integers(0, 4096, 500)
@@ -114,7 +114,7 @@ def test_the_same_step_gives_the_same_bits():
     gradients = random.standard_normal((5000, 33)).astype("f4")
     results = []
     for threads in (1, 3):
-        with fw.CpuDevice(threads) as device, opened(table, device) as x:
+        with fw.device.CpuDevice(threads) as device, opened(table, device) as x:
             run(RowUpdate(x, 33, RULES["adam"]), ids, gradients)
             results.append(x[...].tobytes())
 

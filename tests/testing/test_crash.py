@@ -65,7 +65,7 @@ class TestArrayThroughBuffers(ArrayMethods, CrashSuite):
     seeds = (6, 7)
 
     def open(self, storage: Storage) -> fw.Array:
-        controller = fw.SoftwareController(queue_pairs=1, depth=2, data_path="bounce")
+        controller = fw.nvme.SoftwareController(queue_pairs=1, depth=2, route="bounce")
         return fw.open(
             storage, "r+", "i8", 1024, device="cpu", line=512, cache=2048, controller=controller
         )

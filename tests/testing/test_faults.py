@@ -236,7 +236,7 @@ def test_same_seed_fails_the_same_way(tmp_path: Path) -> None:
     assert failures(1) != failures(2)
 
 
-class ForAll(fw.SoftwareController):
+class ForAll(fw.nvme.SoftwareController):
     """Serves replicas as a whole: the host, not device code, tries the next."""
 
     serves_members = False
@@ -395,7 +395,7 @@ def test_frames_of_commands_without_an_answer_come_back_when_the_array_is_closed
         np.save(tmp_path / f"{name}.npy", rows)
     stuck = Faulty(File(tmp_path / "stuck.npy", 128), "read hang")
     with (
-        fw.CpuDevice(2) as device,
+        fw.device.CpuDevice(2) as device,
         fw.Cache(4 * 512, line=512, ways=4, device=device) as cache,
         fw.open(tmp_path / "well.npy", cache=cache) as well,
     ):

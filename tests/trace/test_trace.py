@@ -134,7 +134,7 @@ def test_recorded_trace_misses_as_often_as_the_array_did(tmp_path: Path) -> None
     rows = np.random.default_rng(3).zipf(1.2, 3000) % 200
     data = np.zeros((200, 128), np.float32)
     with (
-        fw.CpuDevice(threads=1) as device,
+        fw.device.CpuDevice(threads=1) as device,
         fw.Cache(5 * 8 * 512, 512, 8, "lru", device) as cache,
         fw.open(fw.storage.Memory(data), "r+", np.float32, data.shape, cache=cache) as x,
     ):

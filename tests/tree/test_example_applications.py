@@ -97,7 +97,7 @@ def test_search_in_python_finds_the_distances_of_scipy(graph, monkeypatch):
     source = graph.pick_sources(1, seed=1)[0]
     distances = np.full(graph.vertices, program.UNREACHED, np.uint32)
     distances[graph.vertex_of(source)] = 0
-    device = fw.CpuDevice(1)
+    device = fw.device.CpuDevice(1)
     host_numba.link_headers(device)
     with graph.neighbours(device=device, cache="32 KiB") as neighbours:
         for level in range(graph.vertices):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashwarp.array.stats import Stats
 from flashwarp.cache.cache import LINE_BYTES_MIN
-from flashwarp.stats import Stats
 
 __all__ = ["Usage", "advise"]
 
@@ -42,7 +42,7 @@ class Usage:
     line_bytes: int
     capacity: int
     """Bytes of the cache's frames."""
-    host_capacity: int
+    host_memory: int
     """Bytes of the cache's host tier that the array's lines may enter."""
     on_cpu: bool
     """Whether frames are host memory."""
@@ -123,7 +123,7 @@ def _past_the_page_cache(usage: Usage) -> str:
 
 
 def _small_cache(usage: Usage) -> str:
-    stats, held = usage.stats, usage.capacity + usage.host_capacity
+    stats, held = usage.stats, usage.capacity + usage.host_memory
     if usage.in_place or stats.bytes_read < max(_BYTES_ENOUGH, _AGAIN * usage.nbytes):
         return ""
     if held >= usage.nbytes or not stats.evictions:
@@ -148,29 +148,27 @@ def _larger(usage: Usage) -> str:
         return ""
     rest = whole - usage.capacity
     if rest <= usage.host_free_bytes // 2:
-        return (
-            f'fw.Cache(.., host_capacity="{rest >> 20} MiB") keeps the rest in pinned host memory'
-        )
+        return f'fw.Cache(.., host_memory="{rest >> 20} MiB") keeps the rest in pinned host memory'
     return ""
 
 
 def _idle_tier(usage: Usage) -> str:
     stats = usage.stats
-    if not usage.host_capacity or stats.misses < _MISSES_ENOUGH:
+    if not usage.host_memory or stats.misses < _MISSES_ENOUGH:
         return ""
     if usage.on_cpu and stats.tier_hits:
-        whole = _whole_mib(usage.capacity + usage.host_capacity)
+        whole = _whole_mib(usage.capacity + usage.host_memory)
         return (
             f"{stats.tier_hits} misses were answered by a host tier, which is the same memory as "
-            f'the frames on this device; cache="{whole >> 20} MiB" without host_capacity saves the '
+            f'the frames on this device; cache="{whole >> 20} MiB" without host_memory saves the '
             "copies."
         )
     share = stats.tier_hits / stats.misses
-    if share >= _TIER_HITS_MIN or stats.tier_lines * usage.line_bytes < usage.host_capacity:
+    if share >= _TIER_HITS_MIN or stats.tier_lines * usage.line_bytes < usage.host_memory:
         return ""
     return (
-        f"The host tier answered {share:.1%} of {stats.misses} misses: its {usage.host_capacity} "
-        "bytes hold too little of what is read again; leave host_capacity out, or make it larger."
+        f"The host tier answered {share:.1%} of {stats.misses} misses: its {usage.host_memory} "
+        "bytes hold too little of what is read again; leave host_memory out, or make it larger."
     )
 
 

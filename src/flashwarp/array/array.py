@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import config, endings
+from flashwarp._names import renamed
 from flashwarp.array import handles
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.futures import Future
@@ -36,6 +37,7 @@ from flashwarp.array.launcher import Verb, Watcher
 from flashwarp.array.operands import Index, Operands, Rows, host_empty, host_index, is_foreign
 from flashwarp.array.rows import ArrayStruct, RowFormat
 from flashwarp.array.selection import Selection, select
+from flashwarp.array.stats import Stats
 from flashwarp.cache.cache import Cache
 from flashwarp.config import flag
 from flashwarp.device import Device, stream_handle
@@ -45,18 +47,17 @@ from flashwarp.errors import (
     CaptureError,
     ClosedError,
     CopyError,
-    DataPathError,
     DeviceError,
     FlashwarpError,
     ForkError,
     ReadOnlyError,
+    RouteError,
     StorageError,
 )
 from flashwarp.nvme import Service
-from flashwarp.stats import Stats
 
 if TYPE_CHECKING:
-    from flashwarp.array.explanation import Explanation
+    from flashwarp.explanation import Explanation
 
 __all__ = ["Array"]
 
@@ -123,6 +124,7 @@ class Recipe(Protocol):
         """Return the recipe for exactly this array; raises CopyError if it cannot be pickled."""
 
 
+@renamed
 class Array(endings.Closing):
     """An array in a storage, read and written through a cache in device memory.
 
@@ -136,7 +138,7 @@ class Array(endings.Closing):
     device : Device
     cache : Cache
     strict : str or None
-        The only data path that is allowed; see `flashwarp.open`.
+        The only route that is allowed; see `flashwarp.open`.
 
     Notes
     -----
@@ -242,7 +244,7 @@ class Array(endings.Closing):
         return f"<{state}flashwarp.Array {self._place} {facts} device={self.device.name!r}>"
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks: what the array is, its data path, and its counters.
+        """Return a table for notebooks: what the array is, its route, and its counters.
 
         Opens no array, and raises no failure of an earlier call. Reading the counters of an array
         on a GPU waits for what the library's own stream has queued.
@@ -300,7 +302,7 @@ class Array(endings.Closing):
         BoundsError
             If an index is out of bounds. If the indices are on the host, nothing is read then. If
             they are on a GPU, the rows of such indices are zero in `out`, and the others are
-            there; with `stream`, the next call, `check` or `synchronize` raises the error.
+            there; with `stream`, the next call, `check` or `wait` raises the error.
         IndexDtypeError
             If the indices are no integers.
         ArgumentError, DtypeError
@@ -465,7 +467,7 @@ class Array(endings.Closing):
         stream : optional
             GPU only: the read runs after the work that this stream has queued. Default: after the
             work on the current stream of the caller's library. In both cases it runs on a stream of
-            the library's own, and only the streams given to `Future.wait_on` wait for it.
+            the library's own, and only the streams given to `Future.before` wait for it.
         ordered : bool
             False: the read may run before stores that were called before it, and after stores that
             are called later.
@@ -698,7 +700,7 @@ class Array(endings.Closing):
             watchers.remove(watcher)
 
     def explain(self) -> Explanation:
-        """Return which data path is used and why, and what the counters advise.
+        """Return which route is used and why, and what the counters advise.
 
         Blocks as `stats` does.
         """
@@ -710,7 +712,7 @@ class Array(endings.Closing):
     def kernel_handle(self) -> ArrayStruct:
         """The struct `fw::array<T>` of this array, for the parameters of your own kernels.
 
-        Valid until `close`. After launches that use it, call `synchronize`.
+        Valid until `close`. After launches that use it, call `wait`.
         """
         self._check_usable()
         return ArrayStruct.from_buffer_copy(self._attachment.launcher.handle)
@@ -719,14 +721,14 @@ class Array(endings.Closing):
     def in_place(self) -> int | None:
         """Device address at which kernels may read the elements past the cache, or None.
 
-        An address is given if the array uses the in-place path, lies on one storage that is open
+        An address is given if the array uses the in-place route, lies on one storage that is open
         for reading, and no drive is modelled; for a file, also only on a GPU, if its data begins at
         a multiple of 16 bytes, and while its lease holds or with ``immutable=True``. Valid until
         `close`. After a writer has opened the file, this is None, and memory at an earlier address
         may show the old file, in part or whole: ask again before each launch.
         """
         self._check_usable()
-        return self.controller.in_place or None
+        return self.service.in_place or None
 
     def check(self) -> None:
         """Raise what kernels have noted so far: failed transfers and indices out of bounds.
@@ -739,12 +741,12 @@ class Array(endings.Closing):
         Raises
         ------
         StorageError, BoundsError
-            As `synchronize`.
+            As `wait`.
         """
         self._begin()
         self._attachment.check()
 
-    def synchronize(self, stream: object = None) -> None:
+    def wait(self, stream: object = None) -> None:
         """Wait for your own kernels that use this array, and raise the failures of their transfers.
 
         Parameters
@@ -784,8 +786,8 @@ class Array(endings.Closing):
         self._attachment.finish("a kernel", run)
 
     @property
-    def controller(self) -> Service:
-        """The service of the array: its `stats`, `describe`, data path and queue pairs."""
+    def service(self) -> Service:
+        """The service of the array: its `stats`, `describe`, route and queue pairs."""
         return self._attachment.launcher.service
 
     # The end.
@@ -801,7 +803,7 @@ class Array(endings.Closing):
         afterwards, or closed.
 
         Stream 2, the per-thread default stream, stands for another stream in each thread. `close`
-        waits for the calling thread's alone: first call ``synchronize(2)`` in the other threads
+        waits for the calling thread's alone: first call ``wait(2)`` in the other threads
         that gave it to calls.
         """
         if "_attachment" not in self.__dict__:  # pickled, and not used since
@@ -962,8 +964,8 @@ class Array(endings.Closing):
         ------
         StorageError
             If rows may have been read in place while they were written.
-        DataPathError
-            If only the in-place path is allowed.
+        RouteError
+            If only the in-place route is allowed.
         ArgumentError
             If the array was handed over.
         """
@@ -997,12 +999,12 @@ class Array(endings.Closing):
             self._owner, self._holder = None, ""
 
     def _leave_old_lines(self) -> StorageError | None:
-        service = self.controller
+        service = self.service
         changes = service.changes
         if changes == self._attachment.row_calls.changes:
             return None
-        if self.strict == "in_place" and service.path != self.strict:
-            raise DataPathError(
+        if self.strict == "in_place" and service.route != self.strict:
+            raise RouteError(
                 f"strict='in_place', but a writer has opened {self._place}, so it cannot be read "
                 "in place any more: close the array, and open it again when the writer has closed "
                 "the file"

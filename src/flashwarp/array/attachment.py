@@ -25,12 +25,12 @@ from flashwarp.array.launcher import Launcher
 from flashwarp.array.operands import Operands
 from flashwarp.array.order import Order
 from flashwarp.array.rows import RowFormat
+from flashwarp.array.stats import Stats
 from flashwarp.array.tensors import row_calls
 from flashwarp.cache.cache import Cache
 from flashwarp.device import CudaDevice, Launch
 from flashwarp.errors import CaptureError, DeviceError, DeviceTimeout, FlashwarpError, StorageError
 from flashwarp.nvme import Controller, Destination
-from flashwarp.stats import Stats
 from flashwarp.storage import Namespace
 from flashwarp.storage.composite import serve
 
@@ -176,7 +176,7 @@ class Attachment(endings.NotCopied):
     def finish(self, what: str, stream: int | None) -> None:
         """Wait for a stream, and raise the failures of its launches; `what` names them."""
         if not self.launcher.on_cpu:  # launches there end before they return
-            self.device.synchronize(stream, timeout_s=time_limit_s())
+            self.device.wait(stream, timeout_s=time_limit_s())
         if stream is not None:
             self._streams.discard(stream)
         self._raise_failure(what)
@@ -186,7 +186,7 @@ class Attachment(endings.NotCopied):
         if stream is None:
             self.idle_streams()
         if self.device.kind != "cpu":
-            self.device.synchronize(stream, timeout_s=time_limit_s())
+            self.device.wait(stream, timeout_s=time_limit_s())
 
     def finish_launch(self, what: str, stream: int | None, launch: Launch, result: int) -> None:
         """Do as `finish` after a launch of `row_calls`; raise why if the driver refused it."""
@@ -254,7 +254,7 @@ class Attachment(endings.NotCopied):
         if order is not None and not self._gave_up:
             order.wait(time_limit_s())
         for stream in list(self._streams):
-            self.device.synchronize(stream, timeout_s=time_limit_s())
+            self.device.wait(stream, timeout_s=time_limit_s())
             self._streams.discard(stream)
 
     def _finish_streams(self) -> None:
@@ -491,7 +491,7 @@ class Attachment(endings.NotCopied):
         """Free frames that unanswered commands held, now that no answer can come."""
         try:
             self.launcher.forget_lines(_DROP_ALL)
-            self.device.synchronize()
+            self.device.wait()
         except Exception as error:  # the first failure is what the caller must know
             failure.add_note(f"then, in giving up the array's lines: {error}")
 

@@ -667,7 +667,7 @@ class Calls:
             pass  # launches on the CPU device have their own limits
 
     def hold_stream(self, future: Future[Any], stream: object) -> None:
-        """Make a stream wait for the call; see `Future.wait_on`."""
+        """Make a stream wait for the call; see `Future.before`."""
         if self._launcher.on_cpu:
             self.wait_for([future], None)
             return
@@ -689,7 +689,7 @@ class Calls:
         if call is None or lane is None:
             return
         if lane.marked:
-            lane.event.wait_on(stream)
+            lane.event.before(stream)
             return
         queue = next(queue for queue in self._queues if call in queue.calls)
         self._operands.device.order(queue.stream, stream)

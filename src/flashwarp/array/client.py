@@ -31,6 +31,7 @@ from flashwarp.array.rows import (
     host_indices,
     segments_per_row,
 )
+from flashwarp.array.stats import Stats
 from flashwarp.cache.cache import Cache
 from flashwarp.cache.shared import Client
 from flashwarp.device import DeviceMemory
@@ -45,7 +46,6 @@ from flashwarp.errors import (
 from flashwarp.nvme.queue_pair import u64
 from flashwarp.policy import CLOCK
 from flashwarp.sharing.messages import ITEMS_MAX
-from flashwarp.stats import Stats
 from flashwarp.storage import files, npy
 
 __all__ = ["ClientAttachment"]
@@ -98,7 +98,7 @@ class _Service(_Owners):
     """Stands for what serves the array in the owner's process."""
 
     changes = 0
-    path = "shared"
+    route = "shared"
     reason = "lines are read in the owner's memory, and the owner fetches those that are absent"
     leased = False
     in_place = 0
@@ -323,7 +323,7 @@ class ClientLauncher(_Owners):
             params.list = self._list + int(begin) * _LISTED.itemsize
             params.places, params.count = self._places, int(end - begin)
             self._launch("take_handed", params.count, stream)
-            device.synchronize(stream)
+            device.wait(stream)
         params.list = self._list
 
     def _launch(self, name: str, items: int, stream: int | None) -> None:

@@ -37,7 +37,7 @@ def why_no_copies(service: Service, storage: Namespace, *, waits: bool = False) 
 
     If the caller `waits` for a copy of a leased file, it can ask again afterwards.
     """
-    if service.path != "in_place" or not isinstance(service, SoftwareService):
+    if service.route != "in_place" or not isinstance(service, SoftwareService):
         return "the rows are not in memory that the GPU reads"
     if not isinstance(storage, Memory | File):
         return "the rows lie in several storages"
@@ -135,7 +135,7 @@ class RangeCopies:
         self._volume, self._service, self._storage = volume, service, storage
         self._row_bytes = row_bytes
         cache = volume.cache
-        held = cache.capacity + (cache.host_capacity if volume.in_host_tier else 0)
+        held = cache.capacity + (cache.host_memory if volume.in_host_tier else 0)
         self._bytes_min = max(_BYTES_MIN, _TIMES_THE_CACHE * held)
         self.moved = _native.Moved()
         self._unsure = False
@@ -152,7 +152,7 @@ class RangeCopies:
         """
         if len(rows) * self._row_bytes < self._bytes_min:
             return False
-        # A file may leave its in-place path at any time.
+        # A file may leave its in-place route at any time.
         if why_no_copies(self._service, self._storage, waits=stream is None):
             return False
         return stream is None or self._volume.cache.device.capture(stream) is None

@@ -4,79 +4,45 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from flashwarp import config
 from flashwarp.array.advice import Usage, advise
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.client import ClientAttachment
 from flashwarp.device import host_memory
+from flashwarp.explanation import Explanation
 from flashwarp.storage import File
 from flashwarp.storage.composite import members_of
 from flashwarp.storage.file_access import room_for_pages
 from flashwarp.transfer import pool_of
 
-__all__ = ["Explanation", "explain", "html_table"]
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """How an array's data moves, and why; `str` gives a text for people."""
-
-    path: str
-    """"in_place", "bounce" or "direct"; "shared" for a client of a shared cache."""
-    reason: str
-    storage: dict[str, Any]
-    controller: dict[str, Any]
-    cache: str
-    device: str
-    ranges: str = ""
-    """On a GPU, what reads ranges of rows, and how much copy engines have read."""
-    advice: tuple[str, ...] = ()
-    """What the counters advise. Empty if there is nothing to change, or if little was read yet."""
-
-    def __str__(self) -> str:
-        facts = ", ".join(f"{k}: {v}" for k, v in self.storage.items())
-        engine = self.controller.get("engine", "stopped")
-        return "\n".join(
-            (
-                f"data path   {self.path}: {self.reason}",
-                f"storage     {facts}",
-                f"engine      {engine}",
-                f"cache       {self.cache}",
-                f"device      {self.device}",
-                *([f"ranges      {self.ranges}"] if self.ranges else []),
-                *(f"advice      {sentence}" for sentence in self.advice),
-            )
-        )
+__all__ = ["explain", "html_table"]
 
 
 def explain(attachment: Attachment, why: str) -> Explanation:
     """Explain an open array; `why` says how its storage was chosen."""
     storage, service = attachment.storage, attachment.launcher.service
+    cache, device = repr(attachment.cache), attachment.device.describe()
     if isinstance(attachment, ClientAttachment):
-        return Explanation(
-            path=service.path,
-            reason=service.reason + attachment.note(),
-            storage={"path": storage.path},
-            controller={"engine": "the owner's"},
-            cache=repr(attachment.cache),
-            device=attachment.device.describe(),
-        )
+        facts = {"storage": {"path": storage.path}, "engine": "the owner's"}
+        facts |= {"cache": cache, "device": device}
+        return Explanation(service.route, service.reason + attachment.note(), facts)
     copies = attachment.launcher.copies
     if why and service.changes:
         why = f"when it was opened, {why}"
     return Explanation(
-        path=service.path,
-        reason="; ".join(filter(None, (service.reason, attachment.launcher.splitting.note(), why))),
-        # A caller may have closed the storage, which the service still serves.
-        storage={"closed": True} if storage.closed else storage.describe(),
-        controller=service.describe(),
-        cache=f"{attachment.cache!r}{attachment.launcher.volume.tier_note()}",
-        device=attachment.device.describe() + pool_of(attachment.device).note("; "),
-        ranges="" if copies is None else copies.note(),
-        advice=advise(_usage(attachment)),
+        service.route,
+        "; ".join(filter(None, (service.reason, attachment.launcher.splitting.note(), why))),
+        {
+            # A caller may have closed the storage, which the service still serves.
+            "storage": {"closed": True} if storage.closed else storage.describe(),
+            "engine": service.describe().get("engine", "stopped"),
+            "cache": f"{cache}{attachment.launcher.volume.tier_note()}",
+            "device": device + pool_of(attachment.device).note("; "),
+            # On a GPU, what reads ranges of rows, and how much copy engines have read.
+            "ranges": "" if copies is None else copies.note(),
+        },
+        advise(_usage(attachment)),
     )
 
 
@@ -91,9 +57,9 @@ def _usage(attachment: Attachment) -> Usage:
         row_bytes=launcher.format.row_bytes,
         line_bytes=cache.line_bytes,
         capacity=cache.capacity,
-        host_capacity=cache.host_capacity if launcher.volume.in_host_tier else 0,
+        host_memory=cache.host_memory if launcher.volume.in_host_tier else 0,
         on_cpu=launcher.on_cpu,
-        in_place=launcher.service.path == "in_place",
+        in_place=launcher.service.route == "in_place",
         o_direct=any(facts["o_direct"] and not may_change for facts, may_change in described),
         alignment=max((int(facts.get("alignment", 1)) for facts, _ in described), default=1),
         device_free_bytes=attachment.device.memory_info().free_bytes,
@@ -111,7 +77,7 @@ def live_facts(attachment: Attachment) -> dict[str, object]:
     return {
         "device": attachment.device.describe(),
         "cache": repr(attachment.cache),
-        "data path": f"{service.path}: {service.reason}",
+        "route": f"{service.route}: {service.reason}",
         "hits": f"{stats.hits} ({stats.hit_rate:.1%})",
         "misses": stats.misses,
         "read": f"{stats.bytes_read} bytes in {stats.commands} commands",

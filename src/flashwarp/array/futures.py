@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Protocol, TypeVar
 
+from flashwarp._names import renamed
 from flashwarp.endings import NotCopied
 from flashwarp.errors import ForkError
 
@@ -44,6 +45,7 @@ class Helper(Protocol):
         """Keep an unobserved failure, for the array to raise."""
 
 
+@renamed
 class Future(NotCopied, concurrent.futures.Future[T]):
     """The outcome of `Array.gather_async` or `Array.scatter_async`.
 
@@ -143,7 +145,7 @@ class Future(NotCopied, concurrent.futures.Future[T]):
         self._check_process()
         return super().cancel()
 
-    def wait_on(self, stream: object) -> Any:
+    def before(self, stream: object) -> Any:
         """Make later work on `stream` wait for the call; return `out`.
 
         Does not block, and does not report whether the call succeeds: use `result` for that. On

@@ -313,7 +313,7 @@ class Launcher:
         return min(config.current("look_ahead").look_ahead, room // device.threads)
 
     def _waits_for_storage(self) -> bool:
-        if not self.on_cpu or self.service.path == "in_place":
+        if not self.on_cpu or self.service.route == "in_place":
             return False
         return self.service.worth_looking_ahead()
 

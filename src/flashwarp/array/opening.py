@@ -26,13 +26,13 @@ from flashwarp.device import Device, resolve
 from flashwarp.errors import (
     ArgumentError,
     CopyError,
-    DataPathError,
     ReadOnlyError,
+    RouteError,
     SharedCacheError,
 )
 from flashwarp.nvme import Controller
 from flashwarp.nvme.group import choose_controllers
-from flashwarp.nvme.queue_pair import DATA_PATHS, DataPath
+from flashwarp.nvme.queue_pair import ROUTES, Route
 from flashwarp.nvme.software import SoftwareController
 from flashwarp.storage import Namespace, files, npy
 from flashwarp.storage.composite import Composite
@@ -71,7 +71,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     cache: CacheLike = "auto",
     line: int | str | None = None,
     o_direct: bool | None = None,
-    strict: DataPath | None = None,
+    strict: Route | None = None,
     controller: Controller | None = None,
     offset: int | None = None,
     lock: bool = True,
@@ -103,7 +103,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         file fits the memory, else past it; a file that is only read may change later. See
         docs/caches.md. For paths; a `storage.File` has its own.
     strict : {"in_place", "bounce", "direct"}, optional
-        Raise DataPathError unless the data goes this way.
+        Raise RouteError unless the data goes this way.
     controller : Controller, optional
         Settings of what serves the storage, usually a `SoftwareController`. The members of a
         striped or replicated storage have a controller each with these settings, or one together:
@@ -166,7 +166,7 @@ def create(
     cache: CacheLike = "auto",
     line: int | str | None = None,
     o_direct: bool | None = None,
-    strict: DataPath | None = None,
+    strict: Route | None = None,
     controller: Controller | None = None,
     lock: bool = True,
 ) -> Array:
@@ -198,7 +198,7 @@ def create(
         Read and write past the page cache (O_DIRECT), or through it. Default: through it, if the
         file system can.
     strict : {"in_place", "bounce", "direct"}, optional
-        Raise DataPathError unless the data goes this way; then there is no new file.
+        Raise RouteError unless the data goes this way; then there is no new file.
     controller : Controller, optional
         Settings of what serves the file, usually a `SoftwareController`.
     lock : bool
@@ -217,7 +217,7 @@ def create(
         If the file to replace is open for writing.
     MissingFileError, PathError
         If the folder is absent, may not be written, or has no room.
-    ArgumentError, DtypeError, CacheError, DataPathError, DeviceError, DeviceOutOfMemory
+    ArgumentError, DtypeError, CacheError, RouteError, DeviceError, DeviceOutOfMemory
         As for `open`.
     """
     overwrite = flag("overwrite", overwrite)
@@ -274,7 +274,7 @@ class _Request:
     cache: CacheLike
     line: int | str | None
     o_direct: bool | None
-    strict: DataPath | None
+    strict: Route | None
     controller: Controller | None
     offset: int | None
     lock: bool
@@ -324,7 +324,7 @@ class _Request:
                 cache.line_bytes,
                 cache.ways,
                 cache.policy,
-                host_capacity=cache._host_wanted,
+                host_memory=cache._host_wanted,
             )
             state |= {"cache": "auto", "make_cache": make}
             if cache._bound_device is not None:
@@ -355,7 +355,7 @@ class _Plan:
     def __init__(self, request: _Request) -> None:
         """Check what does not depend on the source."""
         if request.strict is not None:
-            choice("strict", request.strict, DATA_PATHS)
+            choice("strict", request.strict, ROUTES)
         self.strict = request.strict
         self.asked_controller = request.controller is not None
         self.controller = SoftwareController() if request.controller is None else request.controller
@@ -388,14 +388,14 @@ class _Plan:
             None if request.o_direct is None else flag("o_direct", request.o_direct),
             device,
             flag("lock", request.lock),
-            self.controller.asked_path == "in_place",
+            self.controller.asked_route == "in_place",
             flag("immutable", request.immutable),
         )
         if self.access.immutable and self.access.writable:
             raise ArgumentError('immutable=True is for mode="r": this array may be stored to')
 
     def open(self, source: Source, recipe: _Request | None = None) -> Array:
-        """Choose the data path of files, then the cache, then the controllers."""
+        """Choose the route of files, then the cache, then the controllers."""
         if isinstance(self.cache, Cache) and not self.cache.owned:
             return self._open_as_client(self.cache, source, recipe)
         for part in source.parts:
@@ -430,11 +430,11 @@ class _Plan:
             )
             array = Array(attachment, why="; ".join(filter(None, (why, grouped))), recipe=recipe)
             undo.pop_all()
-        if self.strict not in (None, array.controller.path):
-            told = f"strict={self.strict!r}, but the data would go {array.controller.path}"
+        if self.strict not in (None, array.service.route):
+            told = f"strict={self.strict!r}, but the data would go {array.service.route}"
             reason = str(array.explain())
             array.close()
-            raise DataPathError(f"{told}:\n{reason}")
+            raise RouteError(f"{told}:\n{reason}")
         array.strict = self.strict
         return array
 

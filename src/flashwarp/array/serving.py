@@ -37,7 +37,7 @@ from flashwarp.errors import (
     ReadOnlyError,
     SharedCacheError,
 )
-from flashwarp.nvme.queue_pair import DataPath
+from flashwarp.nvme.queue_pair import Route
 from flashwarp.nvme.software import SoftwareController
 from flashwarp.sharing.listener import Answer
 from flashwarp.sharing.messages import ITEMS_MAX, Message
@@ -179,7 +179,7 @@ class Serving:
             if attachment is None or attachment.closed or attachment.cache is not self.cache:
                 continue
             storage, service = attachment.storage, attachment.launcher.service
-            if not isinstance(storage, File) or service.path == "in_place" or service.leased:
+            if not isinstance(storage, File) or service.route == "in_place" or service.leased:
                 continue
             if (*storage.identity, storage.offset, storage.nbytes) == key:
                 assert isinstance(array, Array)
@@ -189,7 +189,7 @@ class Serving:
     def _open(self, key: tuple[int, int, int, int], path: str, writable: bool) -> Array:
         _, _, offset, nbytes = key
         # Not in place: a client does not see that a lease has ended.
-        path_of_data: DataPath | None = None if self.cache.device.kind == "cpu" else "bounce"
+        route: Route | None = None if self.cache.device.kind == "cpu" else "bounce"
         opened = functools.partial(
             opening.open,
             path,
@@ -198,7 +198,7 @@ class Serving:
             (nbytes,),
             offset=offset,
             cache=self.cache,
-            controller=SoftwareController(data_path=path_of_data),
+            controller=SoftwareController(route=route),
         )
         while True:
             try:

@@ -79,10 +79,10 @@ class ShareTable(Closing):
     ... }
     ... ''', device="cpu")
     >>> with fw.create("shared.npy", "float32", 5000, device="cpu") as x:
-    ...     with fw.ShareTable(x) as table:
+    ...     with fw.array.ShareTable(x) as table:
     ...         buffers = x.device.allocate(64 * x.cache.line_bytes)
     ...         program["add_one"](x, table.kernel_handle, buffers, warps=2)
-    ...         x.synchronize()
+    ...         x.wait()
     ...         table.check()
     ...     float(x[:].sum())
     5000.0
@@ -154,7 +154,7 @@ class ShareTable(Closing):
             If the stream did not become idle in time.
         """
         self._check_open()
-        self._device.synchronize(stream)
+        self._device.wait(stream)
         left = self._left()
         if not left:
             return
@@ -174,7 +174,7 @@ class ShareTable(Closing):
 
     def _free(self) -> list[int]:
         for stream in (None, *self.cache.streams):
-            self._device.synchronize(stream)
+            self._device.wait(stream)
         left = self._left()
         self._memory.close()
         self.cache._leave(self)
@@ -217,4 +217,5 @@ class ShareTable(Closing):
 
     def __repr__(self) -> str:
         state = "closed " if self.closed else ""
-        return f"<{state}flashwarp.ShareTable of {self.entries} entries on {self._device.name!r}>"
+        of = f"{self.entries} entries on {self._device.name!r}"
+        return f"<{state}flashwarp.array.ShareTable of {of}>"

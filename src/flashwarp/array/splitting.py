@@ -93,7 +93,7 @@ class Splitting:
         return "streams wait for misses"
 
     def on(self) -> bool:
-        """Whether launches are split. A file may leave its in-place path at any time."""
+        """Whether launches are split. A file may leave its in-place route at any time."""
         return self.rows != 0 and self._service.batches is not None
 
     def batches_for(self, stream: int | None) -> tuple[Batch, Batch] | None:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from flashwarp import _native, endings
+from flashwarp._names import renamed
 from flashwarp.cache.miss_list import allocate_misses
 from flashwarp.cache.structs import (
     EPOCH_BYTES,
@@ -41,7 +42,7 @@ from flashwarp.errors import (
     SharedCacheError,
 )
 from flashwarp.nvme import Queues
-from flashwarp.nvme.queue_pair import DATA_PATHS
+from flashwarp.nvme.queue_pair import ROUTES
 from flashwarp.policy import Policy, resolve_policy
 from flashwarp.transfer import pool_of
 
@@ -220,11 +221,11 @@ class Volume:
     @property
     def in_host_tier(self) -> bool:
         """Whether its lines enter the host tier of the cache."""
-        return self.cache.host_capacity != 0 and self.line_begin < _TIER_LINES
+        return self.cache.host_memory != 0 and self.line_begin < _TIER_LINES
 
     def tier_note(self) -> str:
         """Return for `explain` why the lines do not enter the host tier; empty if they do."""
-        if not self.cache.host_capacity or self.in_host_tier:
+        if not self.cache.host_memory or self.in_host_tier:
             return ""
         return "; this array's lines do not enter its host memory: their storage is memory already"
 
@@ -282,6 +283,7 @@ class _NoMemory(CacheError, AttributeError):
     """The cache has no memory now, so it lacks this attribute. `hasattr` returns False."""
 
 
+@renamed
 class Cache(Closing):
     """A set-associative cache of lines in device memory.
 
@@ -300,7 +302,7 @@ class Cache(Closing):
         `Policy`. It applies to all arrays that share the cache; docs/caches.md helps to choose.
     device : Device or str, optional
         Where its memory lies. Default: on the device of the first array that uses the cache.
-    host_capacity : int or str, optional
+    host_memory : int or str, optional
         Bytes of pinned host memory below the frames, at least one line for each set; default none.
         Evicted clean lines go there, and come back without the storage. Arrays whose storage is
         memory already ("in_place") do not use it.
@@ -363,7 +365,7 @@ class Cache(Closing):
         ways: int = 4,
         policy: str | Policy = "clock",
         device: object = None,
-        host_capacity: int | str | None = None,
+        host_memory: int | str | None = None,
         *,
         shared: str | None = None,
     ) -> None:
@@ -381,10 +383,8 @@ class Cache(Closing):
         automatic = isinstance(capacity, str) and capacity == "auto"
         bytes_wanted = None if automatic else capacity
         self._wanted = None if bytes_wanted is None else parse_bytes(bytes_wanted, "capacity")
-        self._host_wanted = (
-            None if host_capacity is None else parse_bytes(host_capacity, "host_capacity")
-        )
-        self.host_capacity = 0
+        self._host_wanted = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+        self.host_memory = 0
         self._tier_frames: DeviceMemory | None = None
         # Reentrant: the garbage collector may close a lost array in the middle of `attach`.
         self._lock = endings.Lock()
@@ -446,7 +446,7 @@ class Cache(Closing):
             line=self.line_bytes,
             ways=self.ways,
             sets=self.set_count,
-            host_capacity=self.host_capacity,
+            host_memory=self.host_memory,
             metadata_bytes=metadata.offset + metadata.memory.nbytes,
             tags=metadata.offset + tags,
             epochs=metadata.offset + self._epochs_address - metadata.memory.address,
@@ -475,7 +475,7 @@ class Cache(Closing):
         self._client = client
         self.line_bytes, self.ways, self.set_count = facts.line, facts.ways, facts.sets
         self.capacity = facts.sets * facts.ways * facts.line
-        self.host_capacity = facts.host_capacity
+        self.host_memory = facts.host_memory
         self.device, self.geometry = client.device, client.geometry
         self._metadata, self._frames = client.metadata, client.frames
         self.device.carries.add(self)
@@ -520,7 +520,7 @@ class Cache(Closing):
                 f"than {_FRAMES_MAX}: give it longer lines"
             )
         self._tier = TierShape.of(self._host_wanted, sets, self.line_bytes)
-        self.host_capacity = self._tier.places * self.line_bytes
+        self.host_memory = self._tier.places * self.line_bytes
         self.set_count, self.capacity = sets, lines * self.line_bytes
 
     @property
@@ -584,7 +584,7 @@ class Cache(Closing):
         for name in _WITH_MEMORY:
             del self.__dict__[name]
         if self._wanted is None:
-            self.host_capacity = 0
+            self.host_memory = 0
             for name in _WITH_CAPACITY:
                 del self.__dict__[name]
 
@@ -606,8 +606,8 @@ class Cache(Closing):
         allocate = device.allocate if owner is None else partial(owner.allocate, device)
         self._frames = allocate(self.capacity)
         try:
-            if self.host_capacity:
-                self._tier_frames = pool_of(device).reserve("host tiers", self.host_capacity)
+            if self.host_memory:
+                self._tier_frames = pool_of(device).reserve("host tiers", self.host_memory)
             epoch_bytes = _VOLUMES_MAX * EPOCH_BYTES
             head_bytes = struct_bytes + volume_bytes + epoch_bytes + _POLICY_WORDS_ALIGNMENT
             self._metadata = allocate(head_bytes + self.metadata_bytes)
@@ -662,7 +662,7 @@ class Cache(Closing):
     @property
     def host_lines(self) -> int:
         """Lines that the host tier holds."""
-        return self.host_capacity // self.line_bytes
+        return self.host_memory // self.line_bytes
 
     @property
     def closed(self) -> bool:
@@ -698,7 +698,7 @@ class Cache(Closing):
             slot = next((i for i in range(_VOLUMES_MAX) if i not in self._volumes), None)
             if slot is None:
                 raise CacheError(f"the cache carries {_VOLUMES_MAX} arrays already: close one")
-            begin = self._free_range(count, *self._lines_for(queues.path))
+            begin = self._free_range(count, *self._lines_for(queues.route))
             address = self._volumes_address + slot * ctypes.sizeof(VolumeStruct)
             volume = Volume(
                 cache=self,
@@ -718,7 +718,7 @@ class Cache(Closing):
                 events=volume.events.address,
                 errors=volume.errors.address,
                 queue_count=queues.count,
-                path=DATA_PATHS.index(queues.path),
+                path=ROUTES.index(queues.route),
                 **queues.volume_fields(),
             )
             self._enter(address, struct)
@@ -772,11 +772,11 @@ class Cache(Closing):
                 )
             time.sleep(_POLL_S)
 
-    def _lines_for(self, path: str) -> tuple[int, int]:
+    def _lines_for(self, route: str) -> tuple[int, int]:
         """Return the range of a volume's line numbers, which decides whether it uses the tier."""
-        if not self.host_capacity:
+        if not self.host_memory:
             return 0, _LINES_MAX
-        return (_TIER_LINES, _LINES_MAX) if path == "in_place" else (0, _TIER_LINES)
+        return (_TIER_LINES, _LINES_MAX) if route == "in_place" else (0, _TIER_LINES)
 
     def _free_range(self, count: int, first: int, last: int) -> int:
         begin = first
@@ -871,7 +871,7 @@ class Cache(Closing):
     def __repr__(self) -> str:
         size = self.__dict__.get("capacity", "auto")
         device = self._bound_device
-        tier = f"host_capacity={self.host_capacity}, " if self.host_capacity else ""
+        tier = f"host_memory={self.host_memory}, " if self.host_memory else ""
         if self._client is not None:
             pid = self._client.connection.owner_pid or "of another namespace"
             tier += f"shared={self.shared!r}, owner={pid}, "
@@ -901,7 +901,7 @@ class TierShape:
         """
         if capacity is None:
             return cls(sets, 1, 0)
-        wanted = parse_bytes(capacity, "host_capacity")
+        wanted = parse_bytes(capacity, "host_memory")
         each = wanted // (sets * line_bytes)
         if each == 0:
             raise CacheError(

@@ -88,7 +88,7 @@ class Facts:
     line: int
     ways: int
     sets: int
-    host_capacity: int
+    host_memory: int
     metadata_bytes: int
     """To map; tags and epochs lie in them."""
     tags: int
@@ -123,7 +123,7 @@ class Facts:
             and self.line & (self.line - 1) == 0
             and self.ways in (4, 8, 16)
             and 1 <= lines <= 1 << 32
-            and self.host_capacity >= 0
+            and self.host_memory >= 0
             and 0 <= self.tags <= self.metadata_bytes - 8 * lines
             and self.tags % 16 == 0
             and 0 <= self.epochs <= self.metadata_bytes - EPOCH_BYTES

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from flashwarp import endings
+from flashwarp._names import renamed
 from flashwarp.checkpoint import report
 from flashwarp.checkpoint.capture import Bytes, RegionSet
 from flashwarp.checkpoint.directory import Catalog
@@ -39,12 +40,14 @@ from flashwarp.errors import (
     MissingVersionError,
     ReadOnlyError,
 )
+from flashwarp.explanation import Explanation
 
 __all__ = ["Checkpointer"]
 
 _log = logging.getLogger(__name__)
 
 
+@renamed
 class Checkpointer(endings.Closing):
     """Writes versions of arrays, and restores them, through caches in GPU and host memory.
 
@@ -60,7 +63,7 @@ class Checkpointer(endings.Closing):
     device : Device, str or torch.device, optional
         Where the arrays are. Default: "cuda:0" if a GPU works, else "cpu". On the CPU, the GPU
         cache is host memory.
-    gpu_cache, host_cache : int or str
+    gpu_memory, host_memory : int or str
         Bytes of the two caches; 0: none. Both are allocated once; host memory is pinned in the
         background, and used while it grows.
     remote : path-like, str, Catalog, optional
@@ -113,8 +116,8 @@ class Checkpointer(endings.Closing):
         self,
         path: str | os.PathLike[str],
         device: object = None,
-        gpu_cache: int | str = "4 GiB",
-        host_cache: int | str = "32 GiB",
+        gpu_memory: int | str = "4 GiB",
+        host_memory: int | str = "32 GiB",
         remote: str | os.PathLike[str] | Catalog | None = None,
         rank: int | None = None,
         config: Settings | Mapping[str, object] | None = None,
@@ -123,7 +126,7 @@ class Checkpointer(endings.Closing):
         self.settings = Settings.of(config)
         self.path = os.fspath(path)
         self.rank = rank_of_process(rank)
-        cache_bytes = parse_bytes(gpu_cache, "gpu_cache"), parse_bytes(host_cache, "host_cache")
+        cache_bytes = parse_bytes(gpu_memory, "gpu_memory"), parse_bytes(host_memory, "host_memory")
         make = partial(self._make, resolve(device), cache_bytes, remote)
         # As a whole: a signal would leave threads and the lock of the rank to nobody. But the wait
         # for other ranks can be interrupted.
@@ -487,8 +490,8 @@ class Checkpointer(endings.Closing):
         with self._core.locked():
             return report.stats_of(self._core)
 
-    def explain(self) -> str:
-        """Describe tiers, links, hints and what is only in memory, in lines for people."""
+    def explain(self) -> Explanation:
+        """Explain the tiers, with links, hints and the versions that only memory has."""
         with self._core.locked():
             commits = self._system.commits
             return report.explain(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.hints import ScoreCard
+from flashwarp.explanation import Explanation
 from flashwarp.transfer import pool_of
 
 __all__ = ["CheckpointStats", "explain", "stats_of"]
@@ -112,38 +114,38 @@ def stats_of(core: Core) -> CheckpointStats:
     )
 
 
-def explain(core: Core, where: str, waiting: Sequence[str] = ()) -> str:
-    """Describe the present state in lines for people; called under the lock."""
-    lines = [f"checkpointer {where}"]
+def explain(core: Core, where: str, waiting: Sequence[str] = ()) -> Explanation:
+    """Describe the present state; called under the lock."""
+    facts: dict[str, Any] = {}
     for tier in core.tiers:
         grown = "" if tier.grown else f" of {tier.nbytes}, still being pinned"
-        lines.append(
-            f"{tier.name} cache: {tier.table.nbytes} bytes{grown}, evicted {tier.evictions}; "
+        facts[f"{tier.name} cache"] = (
+            f"{tier.table.nbytes} bytes{grown}, evicted {tier.evictions}; "
             f"{core.describe_tier(tier)}"
         )
         if tier.backlog.nbytes:
             ends_ns = tier.backlog.ends_ns(core.now_ns())
             when = "" if ends_ns is None else f", about {(ends_ns - core.now_ns()) / 1e9:.2f} s"
-            lines.append(
-                f"  to flush: {len(tier.backlog)} versions, {tier.backlog.nbytes} bytes{when}"
+            facts[f"{tier.name} to flush"] = (
+                f"{len(tier.backlog)} versions, {tier.backlog.nbytes} bytes{when}"
             )
     for name, link in core.mover.links.items():
-        rate = link.bytes_per_second
-        if rate is not None:
-            lines.append(f"link {name}: {rate / 1e9:.2f} GB/s")
-    interval = core.interval.estimate_ns
-    if interval is not None:
-        lines.append(f"a restore every {interval / 1e6:.1f} ms")
-    lines += filter(None, [pool_of(core.mover.device).note()])
-    lines.append(f"hints: {core.hints.card()}")
+        if link.bytes_per_second is not None:
+            facts[f"link {name}"] = f"{link.bytes_per_second / 1e9:.2f} GB/s"
+    if core.interval.estimate_ns is not None:
+        facts["restores"] = f"one every {core.interval.estimate_ns / 1e6:.1f} ms"
+    facts["hints"] = str(core.hints.card())
     lost = core.lost()
     if lost:
-        lines.append(f"{len(lost)} versions are in memory only: {_some(lost)}")
-    for entry in lost:
-        if entry.failure is not None:
-            lines.append(f"  {entry} cannot be written: {entry.failure}")
-    lines += waiting
-    return "\n".join(lines)
+        failed = [entry for entry in lost if entry.failure is not None]
+        facts["memory only"] = (
+            f"{len(lost)} versions are in memory only: {_some(lost)}",
+            *(f"{entry} cannot be written: {entry.failure}" for entry in failed),
+        )
+    facts["waiting"] = tuple(waiting)
+    facts["pinned"] = pool_of(core.mover.device).note()
+    route = " > ".join([*(tier.name for tier in core.tiers), "ssd"])
+    return Explanation(route, where, facts)
 
 
 def _some(things: Sequence[object], most: int = 8) -> str:

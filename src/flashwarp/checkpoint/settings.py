@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashwarp._names import refuse, renamed
 from flashwarp.checkpoint.directory.names import RANK_MAX
 from flashwarp.checkpoint.eviction import policy_of
 from flashwarp.checkpoint.hints import HINTS_MAX, PASSED_MAX
@@ -16,6 +17,7 @@ from flashwarp.errors import ArgumentError
 __all__ = ["Settings"]
 
 
+@renamed
 @dataclass(frozen=True)
 class Settings:
     """Settings of a `Checkpointer`; ``config=`` takes one, or a dict with some of the fields.
@@ -24,7 +26,7 @@ class Settings:
     ----------
     timeout_s : float
         Limit of each wait, in seconds in which the process ran. 100 GiB at 3 GB/s take 36 s.
-    staging : int or str
+    transfer_memory : int or str
         Budget of pinned memory for transfers between a GPU and storage that pass the host cache by.
     eviction : str
         "score", or to compare "lru" or "fifo".
@@ -52,7 +54,7 @@ class Settings:
     """
 
     timeout_s: float = 120.0
-    staging: int | str = "128 MiB"
+    transfer_memory: int | str = "128 MiB"
     eviction: str = "score"
     discard_consumed: bool = False
     restart_prefetches: bool = True
@@ -68,8 +70,8 @@ class Settings:
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "timeout_s", number("timeout_s", self.timeout_s, 1e-3, 1e6))
-        put(self, "staging", parse_bytes(self.staging, "staging"))
-        integer("staging", self.staging, 8192, SIZE_MAX)
+        put(self, "transfer_memory", parse_bytes(self.transfer_memory, "transfer_memory"))
+        integer("transfer_memory", self.transfer_memory, 8192, SIZE_MAX)
         policy_of(self.eviction)
         flag("discard_consumed", self.discard_consumed)
         flag("restart_prefetches", self.restart_prefetches)
@@ -98,6 +100,8 @@ class Settings:
                 f"config= is of type {type(config).__name__}: pass a dict or "
                 "flashwarp.checkpoint.settings.Settings"
             )
+        for name in config:
+            refuse("Settings", f"{name}=")
         known = {each.name for each in dataclasses.fields(Settings)}
         unknown = sorted(str(name) for name in set(config) - known)
         if unknown:
@@ -108,6 +112,6 @@ class Settings:
         return Settings(**config)  # type: ignore[arg-type]
 
     @property
-    def staging_bytes(self) -> int:
+    def transfer_bytes(self) -> int:
         """The budget of staging memory."""
-        return parse_bytes(self.staging, "staging")
+        return parse_bytes(self.transfer_memory, "transfer_memory")

@@ -84,7 +84,7 @@ class System:
             self.directory = Directory(path, rank, writable=not settings.read_only)
             self._closers.append(self.directory.close)
             self.remote = self._open_remote(remote, rank)
-            self.mover = Mover(self.device, settings.staging_bytes, settings.timeout_s)
+            self.mover = Mover(self.device, settings.transfer_bytes, settings.timeout_s)
             self._closers.append(self.mover.close)
             self.core = Core(settings, self.mover)
             self._crews.append(self.mover.crew)

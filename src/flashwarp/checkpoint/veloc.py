@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from flashwarp._names import refuse
 from flashwarp.checkpoint.checkpointer import Checkpointer
 from flashwarp.checkpoint.futures import Saved
 from flashwarp.config import choice
@@ -35,8 +36,8 @@ _USED = {
     "mode": "async",
     "max_versions": "0",
     "persistent_interval": "0",
-    "gpu_cache": "4 GiB",
-    "host_cache": "32 GiB",
+    "gpu_memory": "4 GiB",
+    "host_memory": "32 GiB",
     "device": "",
 }
 # Keys whose work is done in another way here, or not at all: read, and logged where they are set.
@@ -88,6 +89,8 @@ def read_config(
         override = variables.get(_PREFIX + key.upper())
         if override is not None:
             given[key] = override
+    for key in given:
+        refuse("read_config", f"{key}=")
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise ArgumentError(
@@ -129,7 +132,7 @@ class Client(Closing):
         (VELOC: the parallel file system), ``mode = sync`` makes `Checkpoint` wait until the version
         is durable, ``max_versions`` keeps so many of the newest versions of a name.
         ``persistent_interval = -1`` leaves the second store out. Of flashwarp's own are
-        ``gpu_cache``, ``host_cache`` and ``device``.
+        ``gpu_memory``, ``host_memory`` and ``device``.
     """
 
     def __init__(
@@ -148,8 +151,8 @@ class Client(Closing):
         self.checkpointer = Checkpointer(
             found["scratch"],
             found["device"] or None,
-            found["gpu_cache"],
-            found["host_cache"],
+            found["gpu_memory"],
+            found["host_memory"],
             remote or None,
             id,
         )

@@ -112,7 +112,7 @@ class Machine:
             ("GPU dma-buf", self._check_export),
             ("GPU mapping", self._check_mapping),
             ("GPU order", self._check_order),
-            ("GPU data path", self._check_path),
+            ("GPU route", self._check_path),
         ]
 
     @property
@@ -353,7 +353,7 @@ class Machine:
         else:
             path, detail = "bounce", f"kernels would copy data from pinned buffers; {never}"
         state: State = "ok" if path == "direct" else "limited"
-        return Finding(state, detail, values={"data_path": path, "gpu": asdict(self._gpu_facts)})
+        return Finding(state, detail, values={"route": path, "gpu": asdict(self._gpu_facts)})
 
 
 def _look_at_gpu() -> GpuFacts:

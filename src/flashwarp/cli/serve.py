@@ -21,7 +21,7 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
     parser.add_argument("--line", default="4 KiB", help="Bytes of a line.")
     parser.add_argument("--ways", type=int, default=4, help="Frames of a set: 4, 8 or 16.")
     parser.add_argument("--policy", default="clock", help="As clock, lru or sieve.")
-    parser.add_argument("--host-capacity", help="Bytes of host memory below the frames.")
+    parser.add_argument("--host-memory", help="Bytes of host memory below the frames.")
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -37,7 +37,7 @@ def _run(options: argparse.Namespace) -> None:
         options.ways,
         options.policy,
         options.device,
-        options.host_capacity,
+        options.host_memory,
         shared=options.name,
     ) as cache:
         if not cache.owned:

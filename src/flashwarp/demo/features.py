@@ -259,13 +259,13 @@ def _memmap(table: NDArray[np.float32], to: _Buffers) -> Gather:
     return gather
 
 
-def _uva(program: fw.Program, table: int, to: _Buffers) -> Gather:
+def _uva(program: fw.program.Program, table: int, to: _Buffers) -> Gather:
     pull, row_bytes = program["pull_rows"], to.out.nbytes // len(to.out)
 
     def gather(rows: NDArray[np.int64]) -> DeviceArray:
         to.device.upload(to.index.address, rows)
         pull(table, to.index, to.out.address, len(rows), row_bytes, warps=len(rows))
-        to.device.synchronize()
+        to.device.wait()
         return to.out
 
     return gather
@@ -315,7 +315,7 @@ def _from_disk(path: Path, size: FeatureSize, device: Device) -> tuple[list[Rate
             del table
             if rates[-1].seconds > _CALL_SECONDS_MAX:
                 break
-    return rates, f"{explained.path}: {explained.reason}"
+    return rates, f"{explained.route}: {explained.reason}"
 
 
 def _measure(way: str, gather: Gather, order: _Order, count: int, size: FeatureSize) -> Rate:
@@ -337,9 +337,9 @@ def _open(path: Path, size: FeatureSize, device: Device, o_direct: bool | None) 
 
 
 def from_page_cache(
-    path: Path, size: FeatureSize, device: Device, pull: fw.Program
+    path: Path, size: FeatureSize, device: Device, pull: fw.program.Program
 ) -> tuple[list[Rate], list[str], str]:
-    """Measure all ways on the same batches; return rates, what is missing, and our data path.
+    """Measure all ways on the same batches; return rates, what is missing, and our route.
 
     Needs pinned memory for all of the file, for the UVA gather. What is missing has its reason.
     """
@@ -374,7 +374,7 @@ def from_page_cache(
             writable = np.load(path, mmap_mode="c")
             rates.append(measure(SELECT, _select(torch, writable, to)))
         rates.append(measure(MEMMAP, _memmap(table, to)))
-    return rates, missing, f"{explained.path}: {explained.reason}"
+    return rates, missing, f"{explained.route}: {explained.reason}"
 
 
 def _on_gpu(device: Device) -> bool:
@@ -385,7 +385,11 @@ def _on_gpu(device: Device) -> bool:
 
 
 def run(
-    directory: Path, size: FeatureSize, device: Device, steps: Steps, pull: fw.Program | None = None
+    directory: Path,
+    size: FeatureSize,
+    device: Device,
+    steps: Steps,
+    pull: fw.program.Program | None = None,
 ) -> FeaturesResult:
     """Write the table, measure the disk, gather rows of it; with `pull`, also from the page cache.
 

@@ -128,7 +128,7 @@ FW_KERNEL_RESIDENT(4) search_level(const FW_GRID_CONSTANT fw::array<const uint32
 """
 
 
-def compile_search(device: Device, policy: Policy = CLOCK) -> fw.Kernel:
+def compile_search(device: Device, policy: Policy = CLOCK) -> fw.program.Kernel:
     """Compile the search for a device, or find it compiled. Blocks."""
     return fw.compile(_KERNEL, device, policy=policy)["search_level"]
 
@@ -205,7 +205,7 @@ class BreadthFirstSearch:
         self._kernel(
             self._neighbours, rows.handle, self._distances, self._found, level, warps=rows.chunks
         )
-        self._neighbours.synchronize()
+        self._neighbours.wait()
         rows.turn()
         return self._device.download(self._found.address, 4) != b"\0\0\0\0"
 

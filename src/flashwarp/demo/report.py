@@ -113,7 +113,7 @@ def _features_text(r: FeaturesResult) -> str:
         lines.append(f"    That is {r.of_ceiling:.0%} of the ceiling ({r.ceiling.note}).")
     else:
         lines.append(f"    The ceiling was {r.ceiling.note}.")
-    lines.append(_indent(f"{r.cold_note}\n{_wrapped(f'Data path {r.path}.')}", 4))
+    lines.append(_indent(f"{r.cold_note}\n{_wrapped(f'Route {r.path}.')}", 4))
     if r.page_cache:
         count = r.page_cache[0].call_rows
         lines.append(f"  From the page cache, {count:,} rows a call, popular ones more often:")
@@ -122,7 +122,7 @@ def _features_text(r: FeaturesResult) -> str:
         lines.append(_indent(aligned(rows), 4))
         hits = r.page_cache[0].hit_rate or 0
         lines.append(f"    {hits:.0%} of flashwarp's rows were in its cache in GPU memory.")
-        lines.append(_indent(_wrapped(f"Data path {r.page_cache_path}."), 4))
+        lines.append(_indent(_wrapped(f"Route {r.page_cache_path}."), 4))
         lines += [_indent(_wrapped(f"Not measured: {each}."), 4) for each in r.missing]
     return "\n".join(lines)
 

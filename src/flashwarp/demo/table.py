@@ -324,13 +324,13 @@ def filtered_sums(
         for place, column in enumerate(columns):
             params.columns[place] = column.kernel_handle
         for array in arrays:
-            array.controller.wake()
+            array.service.wake()
         # CPU threads that wait for a line do the controllers' work meanwhile.
-        uses = [native for array in arrays for native in array.controller.natives]
+        uses = [native for array in arrays for native in array.service.natives]
         warps = -(-key.shape[0] // _TILE)
         device.run_kernel(kernel, [bytes(params)], warps=warps, uses=uses)
         for array in arrays:
-            array.synchronize()
+            array.wait()
         sums = _Sums.from_buffer_copy(device.download(memory.address, ctypes.sizeof(_Sums)))
     count = len(columns)
     return Sums(

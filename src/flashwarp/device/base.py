@@ -21,6 +21,7 @@ import numpy.typing as npt
 from flashwarp import _native, endings
 from flashwarp._jit import cuda_context
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
+from flashwarp._names import renamed
 from flashwarp.device.foreign import ArrayView, Stream, empty_in_library, view
 from flashwarp.device.launches import BuiltInKernels, Launch
 from flashwarp.device.memory import (
@@ -54,6 +55,7 @@ TIMEOUT_S = 60.0
 # The order of work.
 
 
+@renamed
 class Event(ABC):
     """A point in a stream, to wait for or to measure between.
 
@@ -74,7 +76,7 @@ class Event(ABC):
         """Return whether the work before the event has ended."""
 
     @abstractmethod
-    def wait_on(self, stream: object) -> None:
+    def before(self, stream: object) -> None:
         """Make later work on the stream wait for the event; does not block."""
 
     @abstractmethod
@@ -92,6 +94,7 @@ class Event(ABC):
 # The device.
 
 
+@renamed
 class Device(endings.Closing, ABC):
     """A place where kernels run. Use as a context manager, or close it; any thread may call.
 
@@ -459,7 +462,7 @@ class Device(endings.Closing, ABC):
         """Make later work on stream `after` wait for the present work of stream `before`."""
 
     @abstractmethod
-    def synchronize(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
+    def wait(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
         """Block until one stream is done; waits for no other stream. Raises DeviceTimeout."""
 
     def done(self, stream: object) -> bool:  # noqa: ARG002

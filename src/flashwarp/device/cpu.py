@@ -219,7 +219,7 @@ class CpuDevice(Device):
     def order(self, before: object, after: object) -> None:
         pass
 
-    def synchronize(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
+    def wait(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
         pass
 
     def event(self) -> Event:
@@ -267,7 +267,7 @@ class _CpuEvent(Event):
     def done(self) -> bool:
         return True
 
-    def wait_on(self, stream: object) -> None:
+    def before(self, stream: object) -> None:
         pass
 
     def elapsed_ms(self, start: Event) -> float:

@@ -176,9 +176,9 @@ class CudaDevice(Device):
         if nbytes:
             # For pageable memory the driver waits for the work before the copy, without a time
             # limit. So wait for that work here, with one.
-            self.synchronize(stream)
+            self.wait(stream)
             self.context.call(call, target, source, nbytes, self._handle(stream))
-            self.synchronize(stream)
+            self.wait(stream)
 
     def memory_info(self) -> MemoryInfo:
         return MemoryInfo(*self.context.memory_info())
@@ -374,7 +374,7 @@ class CudaDevice(Device):
             return
         self.context.order(first, second, self._mark)
 
-    def synchronize(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
+    def wait(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
         handle = self._handle(stream)
         if self.context.stream_done(handle, poll_s=_POLL_S):
             return
@@ -442,7 +442,7 @@ class CudaDevice(Device):
 
     def _wait_before_close(self, timeout_s: float) -> None:
         try:
-            self.synchronize(timeout_s=timeout_s)
+            self.wait(timeout_s=timeout_s)
         except DeviceTimeout:
             raise
         except DeviceError as error:
@@ -526,7 +526,7 @@ class _Mark(Event):
     def done(self) -> bool:
         return self._context.event_done(self.handle)
 
-    def wait_on(self, stream: object) -> None:
+    def before(self, stream: object) -> None:
         self._context.call("cuStreamWaitEvent", stream_handle(stream), self.handle, 0)
 
     def elapsed_ms(self, start: Event) -> float:
@@ -551,7 +551,7 @@ class _CudaEvent(Owned, Event):
     def done(self) -> bool:
         return self._context.event_done(self.handle)
 
-    def wait_on(self, stream: object) -> None:
+    def before(self, stream: object) -> None:
         self._context.call("cuStreamWaitEvent", self._cuda._handle(stream), self.handle, 0)
 
     def elapsed_ms(self, start: Event) -> float:

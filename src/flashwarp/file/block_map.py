@@ -107,7 +107,7 @@ class BlockMap:
     Examples
     --------
     >>> import flashwarp as fw
-    >>> block_map = fw.BlockMap.of("/data/table.npy")  # doctest: +SKIP
+    >>> block_map = fw.file.BlockMap.of("/data/table.npy")  # doctest: +SKIP
     >>> block_map.volume.path, block_map.extents[0]  # doctest: +SKIP
     ('/dev/nvme0n1p2', FileExtent(logical=0, physical=139264, nbytes=1048576))
     """

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import endings
+from flashwarp._names import renamed
 from flashwarp.array import opening
 from flashwarp.array.array import Array
 from flashwarp.cache.cache import LINE_DEFAULT, Cache
@@ -21,10 +22,10 @@ from flashwarp.device import Device, resolve
 from flashwarp.errors import (
     ArgumentError,
     ClosedError,
-    DataPathError,
     FileFormatError,
     ForkError,
     ReadOnlyError,
+    RouteError,
     SharedCacheError,
 )
 from flashwarp.file.ends import EndOf, drafted
@@ -41,6 +42,7 @@ _ZEROS_BYTES = 4 << 20
 _COPY_BYTES = 16 << 20
 
 
+@renamed
 class File(FileBytes):
     r"""An open file, for kernels and for the host; made by `open` and `create`.
 
@@ -82,7 +84,7 @@ class File(FileBytes):
     _options: dict[str, Any]
     _ways: dict[str, Any]
     _key: bytes | None
-    _prefetch: int
+    _read_ahead: int
     _opened: Opened
     _end_of: EndOf | None
 
@@ -92,6 +94,7 @@ class File(FileBytes):
     # Opening.
 
     @classmethod
+    @renamed
     def open(
         cls,
         path: files.PathLike,
@@ -100,7 +103,7 @@ class File(FileBytes):
         device: Device | str | None = None,
         cache: opening.CacheLike = "auto",
         line: int | str | None = None,
-        prefetch: int = 8,
+        read_ahead: int = 8,
         capacity: int | str | None = None,
         shared: bool | str = False,
         o_direct: bool | None = None,
@@ -117,7 +120,7 @@ class File(FileBytes):
             Read, or read and write.
         device, cache, line, o_direct, controller, lock
             As for `flashwarp.open`.
-        prefetch : int
+        read_ahead : int
             Lines that reads by kernels start to fetch behind the ones that they need; none where
             the device reads the storage itself.
         capacity : int or str, optional
@@ -138,13 +141,14 @@ class File(FileBytes):
             For a capacity below the size, or with mode "r", or of an image.
         """
         opened = partial(
-            cls._open, path, mode, prefetch=prefetch, capacity=capacity, shared=shared, key=key,
+            cls._open, path, mode, read_ahead=read_ahead, capacity=capacity, shared=shared, key=key,
             o_direct=o_direct, lock=lock, device=device, cache=cache, line=line,
             controller=controller,
         )  # fmt: skip
         return endings.uninterrupted(opened)
 
     @classmethod
+    @renamed
     def create(
         cls,
         path: files.PathLike,
@@ -179,7 +183,7 @@ class File(FileBytes):
         overwrite : bool
             Replace an existing file.
         **options
-            As for `open`: `device`, `cache`, `line`, `prefetch`, `shared`, `o_direct`,
+            As for `open`: `device`, `cache`, `line`, `read_ahead`, `shared`, `o_direct`,
             `controller`, `lock`.
 
         Raises
@@ -220,7 +224,7 @@ class File(FileBytes):
         path: files.PathLike,
         mode: opening.Mode,
         *,
-        prefetch: int = 8,
+        read_ahead: int = 8,
         capacity: int | str | None = None,
         shared: bool | str = False,
         o_direct: bool | None = None,
@@ -241,7 +245,7 @@ class File(FileBytes):
         self._path, self._mode, self._options = name, mode, options
         direct = None if o_direct is None else flag("o_direct", o_direct)
         self._ways = {"o_direct": direct, "lock": flag("lock", lock)}
-        self._key, self._prefetch = key, integer("prefetch", prefetch, 0, LINES_AHEAD_MAX)
+        self._key, self._read_ahead = key, integer("read_ahead", read_ahead, 0, LINES_AHEAD_MAX)
         at = name if _at is None else _at
         with ExitStack() as made:
             if shared is not False:
@@ -303,7 +307,7 @@ class File(FileBytes):
 
     def _attach(self, made: ExitStack, array: Array, size: int) -> None:
         made.callback(array.close)
-        KernelFile.__init__(self, array, size=size, prefetch=self._prefetch)
+        KernelFile.__init__(self, array, size=size, read_ahead=self._read_ahead)
         made.callback(self._state.close)
 
     # Facts.
@@ -378,7 +382,7 @@ class File(FileBytes):
                 self._attach_plain(made, self._path, most, reserve=False)
             self._opened = Opened(self, made.pop_all())
 
-    def sync(self) -> None:
+    def flush(self) -> None:
         """Make all that was written durable, and of an image its size; blocks.
 
         Waits for launches and asynchronous calls so far. The size of an ordinary file is right on
@@ -395,7 +399,7 @@ class File(FileBytes):
             self.image.note_size(size)
         self.array.flush()
         if self.image is not None:
-            self.image.sync()
+            self.image.flush()
 
     def close(self) -> None:
         """Sync, give the file its size, and release everything. May be called twice.
@@ -426,7 +430,7 @@ class File(FileBytes):
         """Look for damage in header and tables of an image; syncs first. See `Gvdk.verify`."""
         image = self._image("has nothing that could be verified")
         if self.writable:
-            self.sync()
+            self.flush()
         return image.verify()
 
     @staticmethod
@@ -473,8 +477,8 @@ class File(FileBytes):
         ------
         ReadOnlyError
             If the file is open for writing: the array would not see what is written. Close it, or
-            `sync` it and open the array in another process.
-        DataPathError
+            `flush` it and open the array in another process.
+        RouteError
             If it is a sparse image, whose data is not in one piece.
         """
         self._check_open()
@@ -486,7 +490,7 @@ class File(FileBytes):
         begin = 0
         if self.image is not None:
             if self.image.data_offset is None:
-                raise DataPathError(
+                raise RouteError(
                     f"{self._path} is a sparse image, whose data is not in one piece: open the "
                     "image itself, flashwarp.open(Gvdk(path), dtype=...)"
                 )
@@ -573,7 +577,7 @@ class Opened:
         with self._held:
             if self._writable and not self._array.closed:
                 try:
-                    self._array.synchronize()
+                    self._array.wait()
                 finally:
                     size = read_size(self.device, self._state)
                     if self._end_of is not None:

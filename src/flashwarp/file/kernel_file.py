@@ -54,7 +54,7 @@ class KernelFile(Closing):
     size : int, optional
         Bytes up to the end of the file. Default: the capacity. Writes and appends by kernels move
         the end, as far as the capacity.
-    prefetch : int
+    read_ahead : int
         Lines that reads start to fetch behind the ones that they need. None where the device reads
         the storage itself, which no fetch could hasten.
 
@@ -64,7 +64,7 @@ class KernelFile(Closing):
         For an array that has no bytes on one axis, or a size above its capacity.
     """
 
-    def __init__(self, array: Array, *, size: int | None = None, prefetch: int = 0) -> None:
+    def __init__(self, array: Array, *, size: int | None = None, read_ahead: int = 0) -> None:
         if array.dtype != np.uint8:
             raise DtypeError(
                 f"a file for kernels is an array of dtype uint8, this one has {array.dtype}: open "
@@ -73,7 +73,7 @@ class KernelFile(Closing):
         if array.ndim != 1:
             raise ArgumentError(f"a file for kernels has one axis, the array has {array.ndim}")
         self.array = array
-        self._ahead = integer("prefetch", prefetch, 0, LINES_AHEAD_MAX)
+        self._ahead = integer("read_ahead", read_ahead, 0, LINES_AHEAD_MAX)
         self._fixed_size = integer("size", array.size if size is None else size, 0, array.size)
         state = FileStateStruct(self._fixed_size)
         self._state = array.device.allocate(ctypes.sizeof(state))
@@ -88,7 +88,7 @@ class KernelFile(Closing):
     def size(self) -> int:
         """Bytes up to the end of the file. Waits for the launches so far, and raises as they do."""
         self._check_open()
-        self.array.synchronize()
+        self.array.wait()
         return read_size(self.array.device, self._state)
 
     def pack(self) -> bytes:
@@ -112,7 +112,7 @@ class KernelFile(Closing):
     def close(self) -> None:
         """Free its state, behind the launches that use it. May be called twice."""
         if not self._state.closed and not self.array.closed:
-            self.array.synchronize()
+            self.array.wait()
         self._state.close()
 
     def __repr__(self) -> str:

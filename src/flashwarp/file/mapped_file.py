@@ -83,7 +83,7 @@ class MappedFile(Storage, OnDrive):
     Examples
     --------
     >>> import flashwarp as fw
-    >>> with fw.MappedFile("/data/table.bin") as blocks:  # doctest: +SKIP
+    >>> with fw.file.MappedFile("/data/table.bin") as blocks:  # doctest: +SKIP
     ...     with fw.open(blocks, dtype="f4", device="cpu") as x:
     ...         print(x[:4])
     """

@@ -68,7 +68,7 @@ class FileBytes(KernelFile):
         return future
 
     def write_from(self, tensor: Any, offset: int) -> int:
-        """Store all bytes of a tensor from `offset` on; blocks. Durable after `sync`.
+        """Store all bytes of a tensor from `offset` on; blocks. Durable after `flush`.
 
         If they go past the end, the file then ends behind them, and what lies between is zeros.
 

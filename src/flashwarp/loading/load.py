@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from flashwarp._names import renamed
 from flashwarp.config import flag, integer, parse_bytes
 from flashwarp.device import Device, resolve
 from flashwarp.errors import ArgumentError
@@ -22,6 +23,7 @@ __all__ = ["load"]
 _STAGING_MOST = 1 << 40
 
 
+@renamed
 def load(
     path: Checkpoint,
     device: object = None,
@@ -29,14 +31,14 @@ def load(
     only: str | Sequence[str] | None = None,
     into: object = None,
     library: str | None = None,
-    staging: int | str = "256 MiB",
+    host_memory: int | str = "256 MiB",
     o_direct: bool | None = None,
     progress: bool | Progress | None = None,
 ) -> dict[str, Any]:
     """Load tensors of safetensors or .npy files straight to a device, by several threads at once.
 
     Blocks until all bytes have arrived; any stream may use the tensors then. Beside the tensors it
-    takes `staging` bytes of host memory for a GPU, and no second copy anywhere.
+    takes `host_memory` bytes of host memory for a GPU, and no second copy anywhere.
 
     Parameters
     ----------
@@ -54,7 +56,7 @@ def load(
     library : str, optional
         "torch", "cupy" or "numpy". Default: torch if it is installed, else cupy for a GPU and numpy
         for the CPU.
-    staging : int or str
+    host_memory : int or str
         Most bytes of pinned host memory.
     o_direct : bool, optional
         Read past the page cache (True), or through it (False). Default: what is in the page cache
@@ -100,7 +102,9 @@ def load(
     array([[0., 1., 2.],
            [3., 4., 5.]], dtype=float32)
     """
-    budget = integer("staging", parse_bytes(staging, "staging"), STAGING_BYTES_MIN, _STAGING_MOST)
+    budget = integer(
+        "host_memory", parse_bytes(host_memory, "host_memory"), STAGING_BYTES_MIN, _STAGING_MOST
+    )
     direct = None if o_direct is None else flag("o_direct", o_direct)
     found = contents(path)
     given = None if into is None else targets.tensors_of(into)

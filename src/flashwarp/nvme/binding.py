@@ -97,7 +97,7 @@ def bind(bdf: str, root: Path = Path("/")) -> PciController:
     Returns
     -------
     PciController
-        As it is now. `flashwarp.VfioController` opens it.
+        As it is now. `flashwarp.nvme.VfioController` opens it.
 
     Raises
     ------

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flashwarp import _native
+from flashwarp._names import renamed
 from flashwarp.device import Device
 from flashwarp.endings import NotCopied
 from flashwarp.errors import FlashwarpError, StorageError
@@ -34,7 +35,7 @@ class Destination:
     line_bytes : int
         The most bytes that a command transfers.
     frames : tuple of int
-        Address and size of the cache's frames. By the direct path data goes there.
+        Address and size of the cache's frames. By the direct route data goes there.
     owners : tuple
         What holds the frames. A service keeps it until it has stopped.
     controllers : int
@@ -61,14 +62,14 @@ class Queues(Protocol):
     count : int
     depth : int
         Entries of the shortest ring.
-    path : str
-        How data moves: one of `flashwarp.nvme.queue_pair.DATA_PATHS`.
+    route : str
+        How data moves: one of `flashwarp.nvme.queue_pair.ROUTES`.
     """
 
     address: int
     count: int
     depth: int
-    path: str
+    route: str
 
     @property
     def failed(self) -> bool:
@@ -81,6 +82,7 @@ class Queues(Protocol):
         """Read the sums over all pairs; not one snapshot."""
 
 
+@renamed
 class Service(NotCopied, ABC):
     """A namespace that a controller serves for one array.
 
@@ -103,13 +105,13 @@ class Service(NotCopied, ABC):
 
     @property
     @abstractmethod
-    def path(self) -> str:
-        """How data moves, as in `DATA_PATHS` of `queue_pair`. It may become "bounce" later."""
+    def route(self) -> str:
+        """How data moves, as in `ROUTES` of `queue_pair`. It may become "bounce" later."""
 
     @property
     @abstractmethod
     def reason(self) -> str:
-        """Why data moves this way, for people."""
+        """Why data takes this route, for people."""
 
     @abstractmethod
     def take_errors(self) -> Sequence[dict[str, Any]]:
@@ -240,8 +242,9 @@ class Service(NotCopied, ABC):
         """Whether a CPU thread gains by submitting commands before it needs their data."""
         return True
 
+    @property
     def stats(self) -> dict[str, Any]:
-        """Return the controller's own counters."""
+        """The controller's own counters."""
         return {}
 
 
@@ -253,8 +256,8 @@ class Controller(ABC):
     It has no state of its own: one object may be given to any number of arrays.
     """
 
-    asked_path: str | None = None
-    """The only data path that it may choose; None: any."""
+    asked_route: str | None = None
+    """The only route that it may choose; None: any."""
 
     serves_members: bool = False
     """Whether an array on a striped or replicated storage attaches it to each member in turn.

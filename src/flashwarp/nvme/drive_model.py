@@ -85,7 +85,7 @@ class SSDModel:
     Examples
     --------
     >>> import flashwarp as fw
-    >>> drive = fw.SSDModel.named("P5800X")
+    >>> drive = fw.nvme.SSDModel.named("P5800X")
     >>> round(drive.saturation(256, 4096).per_s, -5)
     1500000.0
     """

@@ -53,7 +53,7 @@ def map_doorbells(
     except DeviceError as error:
         raise DeviceError(
             f"kernels of {device.name} cannot ring the doorbells of {bdf}: {error}. "
-            f"{doorbell_advice()}; or take controller=flashwarp.SoftwareController(), whose "
+            f"{doorbell_advice()}; or take controller=flashwarp.nvme.SoftwareController(), whose "
             "threads read the namespace"
         ) from None
     moved = registers.address - begin

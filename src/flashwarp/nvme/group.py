@@ -13,9 +13,9 @@ from typing import Any
 
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, ClosedError, FlashwarpError, StorageError
-from flashwarp.nvme import Controller, Destination, Service
+from flashwarp.nvme.controller import Controller, Destination, Service
 from flashwarp.nvme.queue_pair import QueuePairs, QueueTable
-from flashwarp.nvme.software import SoftwareController, choose_path
+from flashwarp.nvme.software import SoftwareController, choose_route
 from flashwarp.storage import Namespace, Striped
 from flashwarp.storage.composite import Composite, Concatenated
 
@@ -77,10 +77,10 @@ def _obstacle(controller: Controller, storage: Composite, device: Device, line_b
         return ""
     if not controller.serves_members:
         return f"{controller!r} serves a storage as a whole"
-    if isinstance(controller, SoftwareController) and controller.asked_path is None:
-        paths = {choose_path(member, device, None)[0] for member in members}
-        if len(paths) > 1:
-            return f"their data would go different ways, {' and '.join(sorted(paths))}"
+    if isinstance(controller, SoftwareController) and controller.asked_route is None:
+        routes = {choose_route(member, device, None)[0] for member in members}
+        if len(routes) > 1:
+            return f"their data would take different routes, {' and '.join(sorted(routes))}"
     return ""
 
 
@@ -93,7 +93,7 @@ class ControllerGroup(Controller):
     Parameters
     ----------
     controllers : sequence of Controller
-        In the order of the members. Their services must take one data path.
+        In the order of the members. Their services must take one route.
     """
 
     serves_members = True
@@ -103,7 +103,7 @@ class ControllerGroup(Controller):
         if not given or not all(isinstance(each, Controller) for each in given):
             raise ArgumentError(f"controllers={controllers!r} is not a sequence of controllers")
         self.controllers = given
-        self.asked_path = self.controllers[0].asked_path
+        self.asked_route = self.controllers[0].asked_route
 
     def attach(self, storage: Namespace, destination: Destination) -> GroupService:
         """Start one controller for each member of `storage`; see `Controller.attach`."""
@@ -147,7 +147,7 @@ class GroupService(Service):
             refusals = [service.in_place_refusal for service in self.services]
             refusal = next(filter(None, refusals), "")
             if refusal and not all(refusals):
-                # The device reads only some of the members in place: all take the other path.
+                # The device reads only some of the members in place: all take the other route.
                 for service in self.services:
                     service.stop()
                 self.services.clear()
@@ -161,11 +161,11 @@ class GroupService(Service):
                         "under several storages makes them as flashwarp.nvme.queue_pair.QueuePairs"
                     )
                 pairs.append(queues)
-            paths = [service.path for service in self.services]
-            if len(set(paths)) != 1:
+            routes = [service.route for service in self.services]
+            if len(set(routes)) != 1:
                 raise ArgumentError(
-                    f"the members' data would go different ways ({', '.join(paths)}): give their "
-                    "controllers the same data_path"
+                    f"the members' data would take different routes ({', '.join(routes)}): give "
+                    "their controllers the same route"
                 )
             device, lines = destination.device, destination.frames[1] // destination.line_bytes
             fields = {"spread": _REPLICATED}
@@ -195,10 +195,10 @@ class GroupService(Service):
         return next(filter(None, (service.in_place_refusal for service in self.services)), "")
 
     @property
-    def path(self) -> str:
-        """The data path of all; "bounce" from the moment at which one has left "in_place"."""
-        paths = {service.path for service in self.services}
-        return paths.pop() if len(paths) == 1 else "bounce"
+    def route(self) -> str:
+        """The route of all; "bounce" from the moment at which one has left "in_place"."""
+        routes = {service.route for service in self.services}
+        return routes.pop() if len(routes) == 1 else "bounce"
 
     @property
     def reason(self) -> str:
@@ -306,9 +306,10 @@ class GroupService(Service):
         engines = dict.fromkeys(str(facts.get("engine", "stopped")) for facts in each)
         return {"engine": f"{len(each)} controllers: {'; '.join(engines)}", "controllers": each}
 
+    @property
     def stats(self) -> dict[str, Any]:
-        """Return the counters of each controller, in the order of the storages."""
-        return {"controllers": [service.stats() for service in self.services]}
+        """The counters of each controller, in the order of the storages."""
+        return {"controllers": [service.stats for service in self.services]}
 
     def stop(self) -> None:
         """Stop all, then free what they share. May be called twice."""

@@ -19,21 +19,21 @@ from flashwarp.nvme.batches import Batches
 from flashwarp.transfer import pool_of
 
 __all__ = [
-    "DATA_PATHS",
-    "DataPath",
+    "ROUTES",
     "DriveAddressingStruct",
     "DriveSide",
     "NamespacePart",
     "QueueCounters",
     "QueuePairs",
     "QueueTable",
+    "Route",
     "u32",
     "u64",
 ]
 
-DataPath = Literal["in_place", "bounce", "direct"]
-DATA_PATHS: tuple[DataPath, ...] = get_args(DataPath)
-"""Names of `nvme::data_path`, by value."""
+Route = Literal["in_place", "bounce", "direct"]
+ROUTES: tuple[Route, ...] = get_args(Route)
+"""Names of `nvme::route`, by value."""
 
 _SQE_BYTES = 64
 _CQE_BYTES = 16
@@ -178,8 +178,8 @@ class QueuePairs(NotCopied):
         Whose kernels submit.
     count, depth : int
         `depth` is a power of two, 2 to 32768.
-    path : str
-        One of `DATA_PATHS`.
+    route : str
+        One of `ROUTES`.
     mapped_base : int
         "in_place": device address of the namespace.
     buffer_bytes : int
@@ -207,7 +207,7 @@ class QueuePairs(NotCopied):
         device: Device,
         count: int,
         depth: int,
-        path: str,
+        route: str,
         *,
         mapped_base: int = 0,
         buffer_bytes: int = 0,
@@ -224,12 +224,12 @@ class QueuePairs(NotCopied):
         self.batches = batches
         self.count = count
         self.depth = depth
-        self.path = path
+        self.route = route
         self._buffers = (
             pool_of(device).reserve(
                 "slots of queue pairs", count * depth * buffer_bytes, max(4096, buffer_bytes)
             )
-            if path == "bounce" or leased
+            if route == "bounce" or leased
             else None
         )
         unit = 1 if drive is None else _RING_ALIGNMENT
@@ -285,7 +285,7 @@ class QueuePairs(NotCopied):
                 pair.data.buffers = self._buffers.address + i * depth * buffer_bytes
             pair.data.buffer_stride = buffer_bytes
             pair.data.timeout_ns = int(timeout_s * 1e9)
-            pair.data.path = DATA_PATHS.index(path)
+            pair.data.path = ROUTES.index(route)
             pair.data.heartbeat = self.heartbeat
             pair.data.leased = int(leased)
             pair.plain_reads = int(plain_reads)
@@ -344,7 +344,7 @@ class QueuePairs(NotCopied):
 
     @property
     def leased(self) -> bool:
-        """Whether the host may leave the in-place path."""
+        """Whether the host may leave the in-place route."""
         return self._epoch is not None
 
     def leave_in_place(self, stream: Any) -> None:
@@ -353,14 +353,14 @@ class QueuePairs(NotCopied):
         Kernels may run at the same time. After this call, none of them uses data that it then loads
         from the namespace's own address. `stream` is idle, and no kernel runs on it.
         """
-        path = DATA_PATHS.index("bounce")
+        route = ROUTES.index("bounce")
         place = QueuePairStruct.data.offset + TransportStruct.path.offset
         with self._lock:
             for i, pair in enumerate(self._structs):
-                pair.data.path = path
+                pair.data.path = route
                 address = self.address + i * ctypes.sizeof(QueuePairStruct) + place
-                self.device.upload(address, path.to_bytes(4, "little"), stream)
-            self.path = "bounce"
+                self.device.upload(address, route.to_bytes(4, "little"), stream)
+            self.route = "bounce"
 
     def advance_epoch(self, stream: Any) -> None:
         """Let kernels that begin from now on drop what was cached before; see `Epoch.advance`."""
@@ -369,7 +369,7 @@ class QueuePairs(NotCopied):
                 self._epoch.advance(stream)
 
     def volume_fields(self) -> dict[str, Any]:
-        """Return what a volume must know beyond `address`, `count` and `path`."""
+        """Return what a volume must know beyond `address`, `count` and `route`."""
         return {} if self._epoch is None else {"lease": self._epoch.address}
 
     @property
@@ -444,7 +444,7 @@ class QueueTable:
         self.members = tuple(members)
         self.count = sum(pairs.count for pairs in members)
         self.depth = min(pairs.depth for pairs in members)
-        self.path = members[0].path
+        self.route = members[0].route
         self._fields = fields
         pair_bytes = ctypes.sizeof(QueuePairStruct)
         self._memory = device.allocate(self.count * pair_bytes)
@@ -459,7 +459,7 @@ class QueueTable:
             first += pairs.count
 
     def volume_fields(self) -> dict[str, Any]:
-        """Return what a volume must know beyond `address`, `count` and `path`."""
+        """Return what a volume must know beyond `address`, `count` and `route`."""
         lease = {} if self._epoch is None else {"lease": self._epoch.address}
         spans = tuple(self.spans)
         return {**self._fields, **lease, "namespace_count": len(self.members), "spans": spans}

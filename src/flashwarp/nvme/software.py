@@ -1,7 +1,7 @@
 """The software NVMe controller: host threads that serve queue pairs from any storage.
 
 A `SoftwareController` is settings; a `SoftwareService` owns the queue pairs and threads of one
-array, and stops with it. Data reaches the device by one of three paths, chosen here.
+array, and stops with it. Data reaches the device by one of three routes, chosen here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flashwarp import _native, config
+from flashwarp._names import renamed
 from flashwarp.config import choice, flag, integer
 from flashwarp.device import CpuDevice, Device
 from flashwarp.device.memory import OwnedStream, Registration
@@ -22,9 +23,9 @@ from flashwarp.errors import (
     DeviceError,
     StorageError,
 )
-from flashwarp.nvme import Controller, Destination, Service
 from flashwarp.nvme.batches import Batches
-from flashwarp.nvme.queue_pair import DATA_PATHS, DataPath, NamespacePart, QueuePairs
+from flashwarp.nvme.controller import Controller, Destination, Service
+from flashwarp.nvme.queue_pair import ROUTES, NamespacePart, QueuePairs, Route
 from flashwarp.storage import File, Memory, Namespace, Storage
 from flashwarp.storage.composite import Concatenated, members_of
 from flashwarp.storage.file import Mapping
@@ -32,7 +33,7 @@ from flashwarp.storage.file import Mapping
 if TYPE_CHECKING:
     from flashwarp.nvme.drive_model import SSDModel
 
-__all__ = ["PAGE_BYTES", "PIECE_BYTES", "SoftwareController", "SoftwareService", "choose_path"]
+__all__ = ["PAGE_BYTES", "PIECE_BYTES", "SoftwareController", "SoftwareService", "choose_route"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ _SPIN_NS = {"cuda": 2_000_000, "cpu": 100_000}
 
 # Queue pairs of a controller that serves a GPU; a CPU device gets two for each core.
 _QUEUE_PAIRS = 32
-# Entries of a ring on the in-place path: 32 pairs hold the 94 M commands/s of one thread.
+# Entries of a ring on the in-place route: 32 pairs hold the 94 M commands/s of one thread.
 _DEPTH = 1024
 # Entries of a ring whose slots own buffers: 32 x 256 x 4 KiB pin 32 MiB. Files that are read in
 # place under a lease have such rings too, in case the lease is broken.
@@ -63,17 +64,18 @@ _BATCHES = 256
 _WAITS_COUNT_FROM = 1024
 
 
+@renamed
 class SoftwareController(Controller):
     """Settings of the threads of this process that serve an array's storage.
 
     Parameters
     ----------
     queue_pairs, depth : int, optional
-        Rings and their entries; `depth` is a power of two. Default by device and path.
+        Rings and their entries; `depth` is a power of two. Default by device and route.
     threads : int, optional
         Serving threads; any number may serve any number of queue pairs. Default: one if they move
         no data, else half the cores, at most 8, shared by the controllers of an array.
-    data_path : {"in_place", "bounce", "direct"}, optional
+    route : {"in_place", "bounce", "direct"}, optional
         How data moves. "in_place": the device reads the namespace's own memory; of a file only
         under a lease, and by "bounce" from the moment at which a writer opens it. "bounce": through
         pinned buffers. "direct": into the cache's frames; CPU device only. Default: the best that
@@ -89,7 +91,7 @@ class SoftwareController(Controller):
     Notes
     -----
     Each array that gets these settings has queue pairs and threads of its own, which stop with the
-    array. `Array.controller` is what serves an array. Each member of a striped or replicated
+    array. `Array.service` is what serves an array. Each member of a striped or replicated
     storage has a controller with these settings; docs/architecture.md lists the exceptions.
     """
 
@@ -101,7 +103,7 @@ class SoftwareController(Controller):
         depth: int | None = None,
         threads: int | None = None,
         *,
-        data_path: DataPath | None = None,
+        route: Route | None = None,
         commands: bool = False,
         model: SSDModel | str | None = None,
     ) -> None:
@@ -116,20 +118,20 @@ class SoftwareController(Controller):
         if self.depth is not None and self.depth & (self.depth - 1):
             raise ArgumentError(f"depth={depth} is not a power of two between 2 and 32768")
         self.threads = None if threads is None else integer("threads", threads, 1, 256)
-        if data_path is not None:
-            choice("data_path", data_path, DATA_PATHS)
+        if route is not None:
+            choice("route", route, ROUTES)
         if model is not None:
             from flashwarp.nvme.drive_model import SSDModel  # slow to import, and seldom needed
 
             model = SSDModel.named(model) if isinstance(model, str) else model
             if not isinstance(model, SSDModel):
                 raise ArgumentError(f"model={model!r} is neither an SSDModel nor the name of one")
-        self.asked_path = data_path
+        self.asked_route = route
         self.commands = flag("commands", commands)
         self.model = model
 
     def attach(self, storage: Namespace, destination: Destination) -> SoftwareService:
-        """Allocate queue pairs, choose the data path and start threads that serve `storage`.
+        """Allocate queue pairs, choose the route and start threads that serve `storage`.
 
         See `Controller.attach`.
         """
@@ -141,17 +143,17 @@ class SoftwareController(Controller):
         return SoftwareService(storage, destination, self)
 
     def __repr__(self) -> str:
-        return "<settings of a flashwarp.SoftwareController>"
+        return "<settings of a flashwarp.nvme.SoftwareController>"
 
 
-def choose_path(
+def choose_route(
     storage: Storage, device: Device, wanted: str | None, refusal: str = ""
 ) -> tuple[str, str]:
-    """Choose how the data of a storage moves; return the path, and why.
+    """Choose how the data of a storage moves; return the route, and why.
 
     `refusal` says why it cannot be read in place, if that was tried.
 
-    Raises ArgumentError if `wanted` is a path that it cannot take.
+    Raises ArgumentError if `wanted` is a route that it cannot take.
     """
     # If a file is cut, a CPU thread that touches its mapped pages dies of SIGBUS; a GPU's
     # registration pins them. So on the CPU files are mapped only under a lease. Otherwise the
@@ -163,12 +165,12 @@ def choose_path(
     if wanted == "in_place" and not mappable:
         refusal = storage.lease_refusal if isinstance(storage, File) else ""
         raise ArgumentError(
-            "data_path='in_place' needs a namespace in memory that the device can read: "
+            "route='in_place' needs a namespace in memory that the device can read: "
             "storage.Memory, or a read-only file opened for a GPU with o_direct=False, or "
             f"under a lease{refusal and f': {refusal}'}"
         )
     if wanted == "direct" and device.kind != "cpu":
-        raise ArgumentError("data_path='direct' needs a device whose memory the host can write")
+        raise ArgumentError("route='direct' needs a device whose memory the host can write")
     if wanted is not None:
         return wanted, "asked for"
     if mappable and not refusal:
@@ -249,7 +251,7 @@ class SoftwareService(Service):
 
     Attributes
     ----------
-    path, reason : str
+    route, reason : str
         See `Service`.
     threads : int
         Serving threads.
@@ -264,7 +266,7 @@ class SoftwareService(Service):
         cache holds of it may be old.
     """
 
-    path = ""
+    route = ""
     reason = ""
     changes = 0
     needs_wake = True
@@ -290,23 +292,23 @@ class SoftwareService(Service):
         without_commands = self.model is None and not settings.commands
         if not without_commands and _parts_of(storage, device):
             refusal = refusal or "commands need one address for all of its members"
-            if settings.asked_path == "in_place":
-                raise ArgumentError(f"data_path='in_place' cannot be had: {refusal}")
-        path, self.reason = choose_path(storage, device, settings.asked_path, refusal)
-        if path == "in_place" and device.kind == "cuda":
+            if settings.asked_route == "in_place":
+                raise ArgumentError(f"route='in_place' cannot be had: {refusal}")
+        route, self.reason = choose_route(storage, device, settings.asked_route, refusal)
+        if route == "in_place" and device.kind == "cuda":
             refusal = self._register(storage, device)
             if refusal:
-                path, self.reason = choose_path(storage, device, None, refusal)
+                route, self.reason = choose_route(storage, device, None, refusal)
         self.in_place_refusal = refusal
-        parts = _parts_of(storage, device) if path == "in_place" else []
+        parts = _parts_of(storage, device) if route == "in_place" else []
         self._plain_reads = (
-            path == "in_place"
+            route == "in_place"
             and without_commands
             and (bool(parts) or isinstance(storage, Memory | File))
         )
         # What is not in the page cache, and all other transfers, go through the rings.
         cached_reads = (
-            path == "direct"
+            route == "direct"
             and without_commands
             and isinstance(storage, File)
             and not storage.o_direct
@@ -323,17 +325,17 @@ class SoftwareService(Service):
         files = [member for member in members_of(storage) if isinstance(member, File)]
         self._files = [file.native for file in files]
         leases = [file.lease for file in files if file.lease is not None]
-        if path == "in_place" and files:
+        if route == "in_place" and files:
             self.reason += f"; {'a lease holds writers off' if leases else 'immutable=True'}"
         if self.model is not None:
             self.reason += f"; {self.model}"
-        if path != "in_place":
+        if route != "in_place":
             leases = []
             for file in files:
                 file.leave_pages()
         # A file that is read in place under a lease may have to go through buffers later.
-        buffered = path == "bounce" or bool(leases)
-        count, depth, threads = self._geometry(path, buffered, destination)
+        buffered = route == "bounce" or bool(leases)
+        count, depth, threads = self._geometry(route, buffered, destination)
         # A launch that has all cores serves itself whenever it waits; a thread of ours would only
         # take a core from it. If threads= was given, its threads work nevertheless.
         asked = settings.threads is not None
@@ -342,7 +344,7 @@ class SoftwareService(Service):
         self._progress = (0, 0)
         self._waits = True
         self._yields = yields
-        self._mapped_base = int(storage.native.mapped_base) if path == "in_place" else 0
+        self._mapped_base = int(storage.native.mapped_base) if route == "in_place" else 0
         try:
             batches = Batches(device, _BATCHES) if defaults.split_misses else None
             if batches is not None:
@@ -351,7 +353,7 @@ class SoftwareService(Service):
                 device,
                 count,
                 depth,
-                path,
+                route,
                 mapped_base=self._mapped_base,
                 buffer_bytes=destination.line_bytes if buffered else 0,
                 leased=bool(leases),
@@ -366,7 +368,7 @@ class SoftwareService(Service):
             self._native = _native.SoftwareController(
                 storage.native,
                 self._queues.native,
-                [destination.frames] if path == "direct" else self._queues.buffer_regions,
+                [destination.frames] if route == "direct" else self._queues.buffer_regions,
                 threads,
                 PAGE_BYTES,
                 PAGE_BYTES,
@@ -385,7 +387,7 @@ class SoftwareService(Service):
                     f"{threads} threads of the controller cannot be started ({error}): raise the "
                     "limit of processes (ulimit -u), or ask for fewer threads"
                 ) from error
-            self.path = path
+            self.route = route
             if leases:
                 self.leased = True
                 self._side = device.create_stream()
@@ -406,7 +408,7 @@ class SoftwareService(Service):
                 for registration in register(storage, device):
                     registered.callback(registration.close)
             except DeviceError as error:
-                if self._settings.asked_path == "in_place" or not device.alive():
+                if self._settings.asked_route == "in_place" or not device.alive():
                     raise
                 _log.info("%r is not read in place: %s", storage, error)
                 return str(error)
@@ -414,7 +416,7 @@ class SoftwareService(Service):
         return ""
 
     def _geometry(
-        self, path: str, buffered: bool, destination: Destination
+        self, route: str, buffered: bool, destination: Destination
     ) -> tuple[int, int, int]:
         """Return how many queue pairs, entries of each, and threads."""
         count, depth = self._settings.queue_pairs, self._settings.depth
@@ -424,13 +426,13 @@ class SoftwareService(Service):
         if count is None:
             count = _QUEUE_PAIRS if device.kind == "cuda" else 2 * cores
         if depth is None:
-            fixed = path == "in_place" and not buffered
+            fixed = route == "in_place" and not buffered
             depth = _DEPTH if fixed else _BOUNCE_DEPTH
             while buffered and depth > 2 and count * depth * slot_bytes > _BOUNCE_BYTES:
                 depth //= 2
         if threads is None:
             # On the CPU device the waiting threads serve too; in place nothing is moved.
-            few = path == "in_place" or device.kind == "cpu"
+            few = route == "in_place" or device.kind == "cpu"
             # They poll: more of them than cores would wait for each other.
             threads = 1 if few else max(1, min(8, cores // 2) // destination.controllers)
         return count, depth, threads
@@ -440,7 +442,7 @@ class SoftwareService(Service):
     def _leave_in_place(self) -> bool:
         """Let no kernel use what was read before; called by the lease's keeper, at each break."""
         self._broken = True
-        if self.path != "in_place":
+        if self.route != "in_place":
             self._advance_epoch()
             return False
         try:
@@ -460,7 +462,7 @@ class SoftwareService(Service):
                 self._native.stop()
             raise
         finally:
-            self.path = "bounce"
+            self.route = "bounce"
             self.needs_wake = True
             self.reason = (
                 "a process has opened the file for writing, so it is not read in place any more"
@@ -521,7 +523,7 @@ class SoftwareService(Service):
         Only if the storage takes no writes, and no drive is modelled. A file has one only for a
         GPU, which has pinned its pages, and only if its data is aligned for any load.
         """
-        if self._queues is None or self._served is None or self.path != "in_place":
+        if self._queues is None or self._served is None or self.route != "in_place":
             return 0
         if isinstance(self._served, File) and (
             self._queues.device.kind == "cpu" or self._mapped_base % _LOAD_BYTES_MAX
@@ -534,7 +536,7 @@ class SoftwareService(Service):
     @property
     def plain_reads(self) -> bool:
         """Whether kernels read the namespace in place without commands."""
-        return self._plain_reads and self.path == "in_place"
+        return self._plain_reads and self.route == "in_place"
 
     @property
     def batches(self) -> Batches | None:
@@ -548,7 +550,7 @@ class SoftwareService(Service):
         A modelled drive may need any number of commands. In place, a command is answered at once,
         and many warps must copy.
         """
-        return self.model is None and (self._plain_reads or self.path != "in_place")
+        return self.model is None and (self._plain_reads or self.route != "in_place")
 
     @property
     def waits_for_disk(self) -> bool:
@@ -600,9 +602,10 @@ class SoftwareService(Service):
             facts["model"] = str(self.model)
         return facts
 
+    @property
     def stats(self) -> dict[str, Any]:
-        """Return the controller's own counters."""
-        return {} if self._native is None else dict(self._native.stats())
+        """The controller's own counters."""
+        return {} if self._native is None else dict(self._native.stats)
 
     def stop(self) -> None:
         """Stop the threads and free the rings; waits for commands in flight. See `Service`."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flashwarp import _native, config, endings
+from flashwarp._names import renamed
 from flashwarp.config import choice, flag, integer, number
 from flashwarp.device import CudaDevice
 from flashwarp.errors import (
@@ -27,7 +28,8 @@ from flashwarp.errors import (
     FlashwarpError,
     LockedError,
 )
-from flashwarp.nvme import Controller, Destination, Service, binding, gpu_mapping
+from flashwarp.nvme import binding, gpu_mapping
+from flashwarp.nvme.controller import Controller, Destination, Service
 from flashwarp.nvme.drive_extents import DriveExtents, on_drive
 from flashwarp.nvme.drive_namespace import DriveNamespace, drive_errors
 from flashwarp.nvme.queue_pair import DriveAddressingStruct, DriveSide, QueuePairs
@@ -39,6 +41,7 @@ _DEPTH_DEFAULT = 128
 _TIMEOUT_S = 10.0
 
 
+@renamed
 class VfioController(Controller, endings.Closing):
     """An NVMe controller of this machine, driven by this process.
 
@@ -53,7 +56,7 @@ class VfioController(Controller, endings.Closing):
     iommu : {"type1", "iommufd"}, optional
         How memory is mapped for the drive. Default: "iommufd" if the kernel offers it and the files
         may be opened, else "type1".
-    data_path : {"direct", "bounce"}, optional
+    route : {"direct", "bounce"}, optional
         Whether the drive moves data into the frames, or into pinned buffers that kernels copy.
         Default: "direct" where the device's memory can be mapped for the drive.
     allow_raw_writes : bool
@@ -97,7 +100,7 @@ class VfioController(Controller, endings.Closing):
     Examples
     --------
     >>> import flashwarp as fw
-    >>> with fw.VfioController("0000:01:00.0") as drive:  # doctest: +SKIP
+    >>> with fw.nvme.VfioController("0000:01:00.0") as drive:  # doctest: +SKIP
     ...     with fw.open(drive.namespace(1), "r", "f4", device="cpu", controller=drive) as x:
     ...         print(x[:4])
     """
@@ -111,7 +114,7 @@ class VfioController(Controller, endings.Closing):
         depth: int | None = None,
         *,
         iommu: Literal["type1", "iommufd"] | None = None,
-        data_path: Literal["direct", "bounce"] | None = None,
+        route: Literal["direct", "bounce"] | None = None,
         allow_raw_writes: bool = False,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
@@ -123,9 +126,9 @@ class VfioController(Controller, endings.Closing):
             raise ArgumentError(f"depth={depth} is not a power of two between 2 and 32768")
         if iommu is not None:
             choice("iommu", iommu, ("type1", "iommufd"))
-        if data_path is not None:
-            choice("data_path", data_path, ("direct", "bounce"))
-        self.asked_path = data_path
+        if route is not None:
+            choice("route", route, ("direct", "bounce"))
+        self.asked_route = route
         self.allow_raw_writes = flag("allow_raw_writes", allow_raw_writes)
         limit_ms = int(number("timeout_s", timeout_s, 0.001, 3600.0) * 1000)
         endings.check_not_ended()
@@ -282,7 +285,7 @@ class VfioController(Controller, endings.Closing):
         self._native.close()
 
     def __repr__(self) -> str:
-        return f"<flashwarp.VfioController of {self.bdf}>"
+        return f"<flashwarp.nvme.VfioController of {self.bdf}>"
 
 
 _open: weakref.WeakSet[VfioController] = weakref.WeakSet()
@@ -310,7 +313,7 @@ class VfioService(Service):
     controller : VfioController
     """
 
-    path = "direct"
+    route = "direct"
     reason = "the drive moves data into the frames itself, which are mapped for it"
 
     def __init__(
@@ -349,7 +352,7 @@ class VfioService(Service):
                     device,
                     count,
                     depth,
-                    self.path,
+                    self.route,
                     buffer_bytes=line if data is None else 0,
                     drive=DriveSide(
                         tuple(lease.ids),
@@ -392,10 +395,10 @@ class VfioService(Service):
         self, destination: Destination, gpu: CudaDevice | None
     ) -> _native.DriveData | None:
         """Map the frames for the drive. None: data goes through buffers, and `reason` says why."""
-        drive, asked = self._controller.native, self._controller.asked_path
+        drive, asked = self._controller.native, self._controller.asked_route
         frames, line = destination.frames, destination.line_bytes
         if asked == "bounce":
-            self.path, self.reason = "bounce", "the controller's data_path='bounce' asks for it"
+            self.route, self.reason = "bounce", "the controller's route='bounce' asks for it"
             return None
         if gpu is None:
             return _native.DriveData(drive, frames, line)
@@ -410,10 +413,10 @@ class VfioService(Service):
                 refusal = f"{failure.args[1]}: the kernel maps no memory of this GPU for drives"
         if asked == "direct":
             raise ArgumentError(
-                f"data_path='direct', but the drive does not reach the memory of {gpu.name}: "
-                f"{refusal}; leave data_path out, or take 'bounce'"
+                f"route='direct', but the drive does not reach the memory of {gpu.name}: "
+                f"{refusal}; leave route out, or take 'bounce'"
             )
-        self.path = "bounce"
+        self.route = "bounce"
         self.reason = f"the drive does not reach {gpu.name}'s memory: {refusal}"
         return None
 
@@ -421,7 +424,7 @@ class VfioService(Service):
         self, queues: QueuePairs, gpu: CudaDevice | None
     ) -> contextlib.AbstractContextManager[int]:
         """Open what the rings are mapped by for the drive: a GPU's dma-buf, or nothing."""
-        if gpu is None or self.path != "direct":
+        if gpu is None or self.route != "direct":
             return contextlib.nullcontext(-1)
         return gpu_mapping.dma_buf(gpu, queues.ring_region)
 

@@ -64,7 +64,7 @@ class Buffers:
             if self._array.device.capture(stream) is not None:
                 raise CaptureError(
                     "the buffers of this pipeline are not allocated yet, and memory that a capture "
-                    "allocates is the graph's: prefetch and synchronize a batch of such ids before"
+                    "allocates is the graph's: prefetch and take a batch of such ids before"
                 )
             pool = self._of[library] = [self._make(library) for _ in range(self._count)]
         whole, address = pool[self._turn % self._count]

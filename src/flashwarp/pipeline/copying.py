@@ -19,8 +19,9 @@ from flashwarp.array.array import Array
 from flashwarp.array.copying import Numbers, RowCopies
 from flashwarp.array.operands import Index
 from flashwarp.device import OwnedStream
+from flashwarp.explanation import Explanation
 from flashwarp.pipeline.buffers import Buffer
-from flashwarp.pipeline.explanation import PipelineExplanation
+from flashwarp.pipeline.explanation import explained
 from flashwarp.pipeline.ids import host_rows, on_gpu
 from flashwarp.pipeline.ticket import Ticket
 from flashwarp.pipeline.ways import PullWay
@@ -83,7 +84,7 @@ class CopyWay(PullWay):
             "GPU, and warps pull the rows)",
         )
         self._device.order(stream, own.handle)
-        ticket.way = "copies"
+        ticket.route = "copies"
         queue = partial(self._queue_copies, pieces, own)
         launcher = self.array._attachment.launcher
         launcher.ordered(own is self._out, own.handle, chosen, queue)
@@ -102,15 +103,15 @@ class CopyWay(PullWay):
             chosen if isinstance(chosen, range) else np.asarray(chosen.owner)
         )
 
-    def explain(self) -> PipelineExplanation:
+    def explain(self) -> Explanation:
         pulled = super().explain()
-        return PipelineExplanation(
-            pulled.way,
+        return explained(
+            pulled.route,
             f"{pulled.reason}; copy engines move sequences, and rows of "
             f"{_PIECE_BYTES_MIN >> 10} KiB and more whose ids are on the host",
-            pulled.multiprocessors,
+            pulled.facts["multiprocessors"],
             0,
-            pulled.array,
+            pulled.facts["array"],
         )
 
     def close(self) -> None:

@@ -146,11 +146,11 @@ class DeviceCalls(endings.Closing):
         Raises
         ------
         ArgumentError
-            A batch that all slots together cannot hold, or no batch to synchronize.
+            A batch that all slots together cannot hold, or no batch to wait for.
         ControllerTimeout
             The engine has not ended a batch in time.
         DeviceTimeout
-            The batches in all slots were not synchronized, or some blocks of the launch did not
+            The batches in all slots were not waited for, or some blocks of the launch did not
             make the call that others made.
         """
         self.check_usable()
@@ -169,12 +169,12 @@ class DeviceCalls(endings.Closing):
         if first.status == _NO_FREE_SLOT:
             return DeviceTimeout(
                 f"{name} in a kernel waited for a free slot for ticket {first.where}, and none of "
-                f"the {port.slots} batches in flight was synchronized {limit}: call "
-                f"{name}_synchronize for each batch, or ask for more slots"
+                f"the {port.slots} batches in flight was waited for {limit}: call "
+                f"{name}_wait for each batch, or ask for more slots"
             )
         if first.status == _NOT_DONE:
             return ControllerTimeout(
-                f"{name}_synchronize in a kernel waited for ticket {first.where}, which the engine "
+                f"{name}_wait in a kernel waited for ticket {first.where}, which the engine "
                 f"has not ended {limit}: the storage does not answer, or the program holds the "
                 "driver"
             )
@@ -191,8 +191,8 @@ class DeviceCalls(endings.Closing):
             )
         which = f"ticket {first.where}" if first.where else "any batch"
         return ArgumentError(
-            f"{name}_synchronize in a kernel, but {which} is not in flight{more}: it was not "
-            f"started, or was synchronized before; call {name} first"
+            f"{name}_wait in a kernel, but {which} is not in flight{more}: it was not "
+            f"started, or was waited for before; call {name} first"
         )
 
     def check_usable(self) -> None:

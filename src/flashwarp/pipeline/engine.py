@@ -460,8 +460,9 @@ class BatchEngine(endings.OfProcess):
         all_rows = memory.as_numpy()[: 2 * port.slots * port.rows_max].view(np.uint16)
         return np.array(all_rows.reshape(port.slots, port.rows_max)[ticket % port.slots])
 
+    @property
     def stats(self) -> dict[str, Any]:
-        """Return counters: batches, rows and bytes by direction, times, CPU time and decisions.
+        """Counters: batches, rows and bytes by direction, times, CPU time and decisions.
 
         Notes
         -----
@@ -469,7 +470,7 @@ class BatchEngine(endings.OfProcess):
         batches in which they had not. A decision has the window that it was made from.
         """
         self._log_decisions()
-        return self._native.stats()
+        return self._native.stats
 
     def _log_decisions(self) -> None:
         count = self._native.decision_count
@@ -477,7 +478,7 @@ class BatchEngine(endings.OfProcess):
         if fresh <= 0:
             return
         self._decisions_logged = count
-        for each in self._native.stats()["decisions"][-fresh:]:
+        for each in self._native.stats["decisions"][-fresh:]:
             _log.info(
                 "%d workers instead of %d: %s (I/O %.3g s, pauses %.3g s)",
                 each["to"],

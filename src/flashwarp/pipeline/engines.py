@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from flashwarp import endings
 from flashwarp.array.array import Array
-from flashwarp.errors import DataPathError
+from flashwarp.errors import RouteError
 from flashwarp.nvme.software import SoftwareController
 from flashwarp.pipeline.engine import BatchEngine, Direction, Ring
 from flashwarp.storage import Storage
@@ -48,7 +48,7 @@ def make_engine(
     storage, controller = array._attachment.storage, array._attachment.controller
     refused = why_no_engine(array)
     if refused or not isinstance(storage, Storage):
-        raise DataPathError(f"host threads cannot move rows of this array: {refused}")
+        raise RouteError(f"host threads cannot move rows of this array: {refused}")
     both: list[Direction] = ["prefetch", "write_back"] if array.writable else ["prefetch"]
     directions = [only] if only in both else both
     return BatchEngine(

@@ -5,37 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["PipelineExplanation", "PipelineStats"]
+from flashwarp.explanation import Explanation
+
+__all__ = ["PipelineStats", "explained"]
 
 
-@dataclass(frozen=True)
-class PipelineExplanation:
-    """By which way batches move, and why; `str` gives a text for people."""
+def explained(
+    route: str, reason: str, multiprocessors: int, host_threads: int, array: str
+) -> Explanation:
+    """Explain by which route batches move, with how many of each at most, and why.
 
-    way: str
-    """"pull", "copies", "ring", "direct" or "workers"."""
-    reason: str
-    multiprocessors: int
-    """How many move rows, at most."""
-    host_threads: int
-    """How many threads of the host move rows, at most."""
-    array: str
-    """The data path of the array."""
-
-    def __str__(self) -> str:
-        return "\n".join(
-            (
-                f"way         {self.way}: {self.reason}",
-                f"uses        {self.multiprocessors} multiprocessors, {self.host_threads} threads "
-                "of the host",
-                f"data path   {self.array}",
-            )
-        )
+    `array` is the array's own route, and why it takes that.
+    """
+    facts = {"multiprocessors": multiprocessors, "host_threads": host_threads, "array": array}
+    return Explanation(route, reason, facts)
 
 
 @dataclass
 class Moved:
-    """What went one way."""
+    """What went by one route."""
 
     batches: int = 0
     rows: int = 0
@@ -44,15 +32,15 @@ class Moved:
 
 @dataclass
 class PipelineStats:
-    """What a pipeline has moved: by way and direction, such as "pull, prefetch"."""
+    """What a pipeline has moved: by route and direction, such as "pull, prefetch"."""
 
     moved: dict[str, Moved] = field(default_factory=dict)
     engine: dict[str, Any] | None = None
     """The counters of host threads that move rows, with the decisions on their number."""
 
-    def note(self, way: str, verb: str, rows: int, nbytes: int) -> None:
+    def note(self, route: str, verb: str, rows: int, nbytes: int) -> None:
         """Count a batch."""
-        found = self.moved.setdefault(f"{way}, {verb}", Moved())
+        found = self.moved.setdefault(f"{route}, {verb}", Moved())
         found.batches += 1
         found.rows += rows
         found.nbytes += nbytes

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from flashwarp import endings
+from flashwarp._names import renamed
 from flashwarp.array.array import Array
 from flashwarp.array.copying import why_no_copies
 from flashwarp.array.operands import Index
@@ -22,16 +23,17 @@ from flashwarp.config import choice, integer
 from flashwarp.device import TIMEOUT_S, CudaDevice, stream_handle
 from flashwarp.errors import (
     ArgumentError,
-    DataPathError,
     DeviceTimeout,
     FlashwarpError,
     ReadOnlyError,
+    RouteError,
 )
+from flashwarp.explanation import Explanation
 from flashwarp.pipeline.buffers import Buffers, library_of
 from flashwarp.pipeline.copying import CopyWay
 from flashwarp.pipeline.device_calls import DeviceCalls
 from flashwarp.pipeline.engines import why_no_engine
-from flashwarp.pipeline.explanation import PipelineExplanation, PipelineStats
+from flashwarp.pipeline.explanation import PipelineStats
 from flashwarp.pipeline.ids import check_rows, refuse_repeats
 from flashwarp.pipeline.kernels import KernelBatches
 from flashwarp.pipeline.ring import RingWay
@@ -47,10 +49,11 @@ _ROWS_MAX = 1 << 40
 _SMS_MAX = 1024
 
 
+@renamed
 class Pipeline(endings.OfProcess):
     """Batches of rows that arrive in device memory while the device computes.
 
-    `prefetch` starts a batch and returns at once; `synchronize` gives the oldest one to the
+    `prefetch` starts a batch and returns at once; `take` gives the oldest one to the
     caller's stream. Between the two the device computes. Row i of a batch is the one that its i-th
     id names.
 
@@ -61,7 +64,7 @@ class Pipeline(endings.OfProcess):
     batch_rows : int
         The most rows of a batch.
     depth : int
-        Batches that may be in flight: prefetched and not yet synchronized. The pipeline allocates
+        Batches that may be in flight: prefetched and not yet taken. The pipeline allocates
         ``depth + 1`` buffers of `batch_rows` rows in device memory, at the first `prefetch`.
     stream : optional
         The caller's stream on a GPU, in any form. Default: the current stream of the library of the
@@ -77,18 +80,18 @@ class Pipeline(endings.OfProcess):
     library : {"torch", "cupy", "numpy"}, optional
         What the buffers are arrays of. Default: of the library of the ids of each batch.
     timeout_s : float
-        The time limit of a batch and of what waits: `synchronize` on the CPU device, and `close`.
+        The time limit of a batch and of what waits: `take` on the CPU device, and `close`.
 
     Raises
     ------
     ArgumentError
         For an array without axes, and numbers out of their limits.
-    DataPathError
+    RouteError
         If `sms` is 0 or `workers` is given, and host threads cannot move the rows.
 
     Notes
     -----
-    The buffer that `synchronize` returns belongs to the caller until the next `synchronize`. Then
+    The buffer that `take` returns belongs to the caller until the next `take`. Then
     the pipeline fills it again, after all work that the caller's stream had at that moment. If
     another stream uses a buffer, let the caller's stream wait for that one first.
 
@@ -151,7 +154,7 @@ class Pipeline(endings.OfProcess):
         self._kernels: KernelBatches | None = None
         self._settings: dict[str, Any] = {"workers": workers, "timeout_s": timeout_s}
         self._way = self._choose_way(sms, workers, timeout_s)
-        self._explanation: PipelineExplanation | None = None
+        self._explanation: Explanation | None = None
         self._entry = _Entry(self)
         try:
             self._entry.enter()
@@ -178,10 +181,10 @@ class Pipeline(endings.OfProcess):
                 f"sms={most} lets warps move the rows, and workers= host threads: give one"
             )
         if asked and refused:
-            raise DataPathError(f"{asked}, but {refused}: leave it out, and a few warps pull rows")
-        if not asked and not why_no_copies(array.controller, array._attachment.storage):
+            raise RouteError(f"{asked}, but {refused}: leave it out, and a few warps pull rows")
+        if not asked and not why_no_copies(array.service, array._attachment.storage):
             return CopyWay(array, most, timeout_s)
-        in_place = array.controller.path == "in_place"
+        in_place = array.service.route == "in_place"
         if not asked and (refused or in_place or most):
             return PullWay(array, most, timeout_s, refused)
         reason = asked or "the rows are not read in place"
@@ -200,7 +203,7 @@ class Pipeline(endings.OfProcess):
             At most `batch_rows` rows of the first axis, on one axis; negative ones count from the
             end, and a row may occur more than once. On a GPU they may be an array of torch, cupy or
             numba in its memory, which the caller's stream computes: leave it unchanged until
-            `synchronize`.
+            `take`.
 
         Returns
         -------
@@ -211,18 +214,18 @@ class Pipeline(endings.OfProcess):
         ------
         ArgumentError
             If there are more than `batch_rows` ids, they have several axes, or `depth` batches wait
-            to be synchronized. Nothing was started.
+            to be taken. Nothing was started.
         BoundsError
             If an id on the host is out of bounds. If one on a GPU is, its row is zeros, and a later
-            call, `Array.check` or `Array.synchronize` raises.
+            call, `Array.check` or `Array.wait` raises.
         IndexDtypeError
             For ids of another dtype.
         """
         self._check_usable()
         if len(self._reads) >= self.depth:
             raise ArgumentError(
-                f"{len(self._reads)} batches are prefetched and not synchronized, as many as "
-                f"depth={self.depth} allows: synchronize one first, or make the pipeline deeper"
+                f"{len(self._reads)} batches are prefetched and not taken, as many as "
+                f"depth={self.depth} allows: take one first, or make the pipeline deeper"
             )
         self.array._check_usable()
         self._way.check()
@@ -234,10 +237,10 @@ class Pipeline(endings.OfProcess):
         self._way.read(chosen, buffer, stream, ticket)
         self._reads.append(ticket)
         self._buffers.keep()
-        self._stats.note(ticket.way, "prefetch", count, count * self._row_bytes)
+        self._stats.note(ticket.route, "prefetch", count, count * self._row_bytes)
         return ticket
 
-    def synchronize(self) -> Any:
+    def take(self) -> Any:
         """Give the oldest batch to the caller's stream, and return its rows.
 
         On a GPU this never waits: work that the stream gets from now on runs after the batch has
@@ -261,7 +264,7 @@ class Pipeline(endings.OfProcess):
         """
         self._check_usable()
         if not self._reads:
-            raise ArgumentError("there is no batch to synchronize: call prefetch(ids) first")
+            raise ArgumentError("there is no batch to take: call prefetch(ids) first")
         stream = self._stream_of(self._reads[0].buffer.library)
         self._way.check_capture(self._reads[0], stream)
         ticket = self._reads.popleft()
@@ -288,7 +291,7 @@ class Pipeline(endings.OfProcess):
         try:
             start()
             while waiting:
-                rows, ids = self.synchronize(), waiting.popleft()
+                rows, ids = self.take(), waiting.popleft()
                 failures: list[BaseException] = []
                 try:
                     start()  # ahead of the body's work, so that they need not wait for it
@@ -317,7 +320,7 @@ class Pipeline(endings.OfProcess):
     ) -> Iterator[Any]:
         """Yield an array from front to back, `rows` rows at a time, in buffers of a pipeline.
 
-        A tile is the loop body's until the next turn, and so are the rules of `synchronize`.
+        A tile is the loop body's until the next turn, and so are the rules of `take`.
         Meanwhile the next tiles arrive. On a GPU, read and change a tile in the caller's stream:
         that stream alone waits until the buffer's earlier tile has been taken from it.
 
@@ -339,7 +342,7 @@ class Pipeline(endings.OfProcess):
         ReadOnlyError
             At the first store to an array that was opened for reading.
         ArgumentError, StorageError, DeviceTimeout
-            As for `prefetch`, `synchronize` and `write_back`.
+            As for `prefetch`, `take` and `write_back`.
 
         Notes
         -----
@@ -372,7 +375,7 @@ class Pipeline(endings.OfProcess):
             parts of several.
         rows : array
             Of shape ``(len(ids), *array.shape[1:])`` and the array's dtype, contiguous. It may be a
-            buffer of this pipeline. Leave it unchanged until `write_back_synchronize`.
+            buffer of this pipeline. Leave it unchanged until `write_back_wait`.
 
         Returns
         -------
@@ -403,14 +406,14 @@ class Pipeline(endings.OfProcess):
         self._way.write(chosen, rows, self._stream_of(ticket.library), ticket)
         self._forget_done_writes()
         self._writes.append(ticket)
-        self._stats.note(ticket.way, "write_back", count, count * self._row_bytes)
+        self._stats.note(ticket.route, "write_back", count, count * self._row_bytes)
         return ticket
 
     def _forget_done_writes(self) -> None:
         while isinstance(self._way, CudaWay) and self._writes and self._writes[0].done():
             self._way.drop(self._writes.popleft())
 
-    def write_back_synchronize(self) -> None:
+    def reclaim(self) -> None:
         """Let the caller's stream wait until the rows of all writes have been taken.
 
         Their buffers may be changed then. On the CPU device this waits, and raises what the writes
@@ -454,7 +457,7 @@ class Pipeline(endings.OfProcess):
 
     def flush(self) -> None:
         """Make all rows that were written durable. Waits."""
-        self.write_back_synchronize()
+        self.reclaim()
         self._way.flush()
 
     # Kernels.
@@ -470,7 +473,7 @@ class Pipeline(endings.OfProcess):
 
         Raises
         ------
-        DataPathError
+        RouteError
             If the host's threads do not reach the storage.
         """
         self._check_usable()
@@ -491,7 +494,7 @@ class Pipeline(endings.OfProcess):
 
     # What users ask.
 
-    def explain(self) -> PipelineExplanation:
+    def explain(self) -> Explanation:
         """Explain by which way batches move, what it uses, and why. Never refuses."""
         if not self._closed:
             self._explanation = self._way.explain()
@@ -511,7 +514,7 @@ class Pipeline(endings.OfProcess):
 
     @property
     def in_flight(self) -> int:
-        """Batches that were prefetched and not synchronized."""
+        """Batches that were prefetched and not taken."""
         return len(self._reads)
 
     # The end.

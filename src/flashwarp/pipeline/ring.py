@@ -26,10 +26,11 @@ from flashwarp.errors import (
     IndexDtypeError,
     StorageError,
 )
+from flashwarp.explanation import Explanation
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.engine import BatchPort, Direction, Ring
 from flashwarp.pipeline.engines import ArrayEngine, make_engine
-from flashwarp.pipeline.explanation import PipelineExplanation
+from flashwarp.pipeline.explanation import explained
 from flashwarp.pipeline.ids import host_rows, on_gpu
 from flashwarp.pipeline.structs import RequestStruct
 from flashwarp.pipeline.ticket import Ticket
@@ -72,7 +73,7 @@ class RingWay(CudaWay):
         super().__init__(array, timeout_s)
         self._reason = reason
         found = array.explain()
-        self._path = f"{found.path}: {found.reason}"
+        self._path = f"{found.route}: {found.reason}"
         storage = array._attachment.storage
         assert isinstance(storage, Storage)
         self._storage = storage
@@ -214,7 +215,7 @@ class RingWay(CudaWay):
     def settle(self) -> None:
         """Wait until all batches have ended, and raise the first error that nobody has had."""
         for stream in self._streams:
-            self._device.synchronize(stream, 2 * self._timeout_s + 30)
+            self._device.wait(stream, 2 * self._timeout_s + 30)
         failure: FlashwarpError | None = None
         # Streams are done with a batch of writes when the ring has it. The storage has it later.
         for direction, unseen in self._unseen.items():
@@ -230,9 +231,9 @@ class RingWay(CudaWay):
         self.settle()
         self._storage.flush()
 
-    def explain(self) -> PipelineExplanation:
+    def explain(self) -> Explanation:
         low, high = self._engine.worker_limits
-        return PipelineExplanation(
+        return explained(
             self.name,
             f"{self._reason}; copy engines move {CHUNKS} chunks of {_CHUNK_BYTES >> 20} MiB, "
             f"which {low} to {high} host threads fill",
@@ -243,7 +244,7 @@ class RingWay(CudaWay):
 
     @property
     def engine_stats(self) -> dict[str, Any] | None:
-        return self._engine.stats()
+        return self._engine.stats
 
     def close(self) -> None:
         failure: FlashwarpError | None = None

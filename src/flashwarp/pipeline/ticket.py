@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from flashwarp._names import renamed
+
 if TYPE_CHECKING:
     from flashwarp.pipeline.buffers import Buffer
 
@@ -19,6 +21,7 @@ class Mover(Protocol):
         """Block until a batch has ended."""
 
 
+@renamed
 class Ticket:
     """One batch that was prefetched, or is being written back.
 
@@ -30,8 +33,8 @@ class Ticket:
         "prefetch" or "write_back".
     rows : int
         How many.
-    way : str
-        By which way they move.
+    route : str
+        By which route they move.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Ticket:
         """For the way: what ends it, an event or a future."""
         self.number = 0
         """For the way, if it numbers them."""
-        self.way = way.name
+        self.route = way.name
         self.library = ""
         """On whose stream it ends; empty: on that of the last batch."""
         self.capture: int | None = None

@@ -47,7 +47,7 @@ def _tiles(
 
 
 def _tile(pipeline: Any, part: range, writable: bool, read: bool) -> Iterator[Any]:
-    tile = pipeline.synchronize() if read else pipeline._lend(len(part))
+    tile = pipeline.take() if read else pipeline._lend(len(part))
     try:
         yield tile
     except GeneratorExit:

@@ -18,9 +18,10 @@ from flashwarp.array.array import Array
 from flashwarp.array.operands import Index, Rows
 from flashwarp.device import CudaDevice, Event, OwnedStream
 from flashwarp.errors import CaptureError, ClosedError, DeviceTimeout, FlashwarpError
+from flashwarp.explanation import Explanation
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.engines import ArrayEngine
-from flashwarp.pipeline.explanation import PipelineExplanation
+from flashwarp.pipeline.explanation import explained
 from flashwarp.pipeline.ticket import Ticket
 
 __all__ = ["CpuWay", "CudaWay", "PullWay", "Way"]
@@ -97,7 +98,7 @@ class Way(ABC):
         return None
 
     @abstractmethod
-    def explain(self) -> PipelineExplanation:
+    def explain(self) -> Explanation:
         """Explain the way."""
 
     def close(self) -> None:  # noqa: B027 - some ways own nothing
@@ -133,12 +134,12 @@ class CudaWay(Way):
         if self._device.capture(stream) != ticket.capture:
             raise CaptureError(
                 f"a batch to {ticket.verb} begins {_where(ticket.capture)} and would end elsewhere:"
-                " start it and synchronize it in the same capture, or both outside of one"
+                " start it and take it in the same capture, or both outside of one"
             )
 
     def finish(self, ticket: Ticket, stream: int) -> None:
         if ticket.end is not None:
-            ticket.end.wait_on(stream)
+            ticket.end.before(stream)
         self.drop(ticket)
         ticket.operands = None
 
@@ -159,7 +160,7 @@ class CudaWay(Way):
         failure: FlashwarpError | None = None
         for stream in streams:
             try:
-                self._device.synchronize(stream, self._timeout_s)
+                self._device.wait(stream, self._timeout_s)
             except DeviceTimeout:
                 raise  # what runs still uses the memory
             except ClosedError:
@@ -196,7 +197,7 @@ class PullWay(CudaWay):
 
     @property
     def _in_place(self) -> bool:
-        return self.array.controller.path == "in_place"
+        return self.array.service.route == "in_place"
 
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
         rows = Rows(buffer.address, buffer.rows, None, buffer.library or "numpy")
@@ -224,22 +225,22 @@ class PullWay(CudaWay):
         """Let our stream take part in a capture, until the batch is synchronized."""
         fork = self._take_event()
         fork.record(stream)
-        fork.wait_on(self._side)
+        fork.before(self._side)
         self._free.append(fork)
 
     def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
         super().wait(ticket, timeout_s)
         self.array.check()
 
-    def explain(self) -> PipelineExplanation:
+    def explain(self) -> Explanation:
         found = self.array.explain()
-        return PipelineExplanation(
+        return explained(
             self.name,
             f"warps of at most {self._sms} multiprocessors read rows beside the caller's kernels"
             + (f", because {self._why_no_ring}" if self._why_no_ring else " (sms=0: host threads)"),
             self._sms,
             0,
-            f"{found.path}: {found.reason}",
+            f"{found.route}: {found.reason}",
         )
 
     def close(self) -> None:
@@ -291,8 +292,8 @@ class CpuWay(Way):
             ticket.end.exception(self._timeout_s)
             ticket.end = None
 
-    def explain(self) -> PipelineExplanation:
+    def explain(self) -> Explanation:
         found = self.array.explain()
         threads = getattr(self.array.device, "threads", 1)
         reason = "the threads of the CPU device write the buffers"
-        return PipelineExplanation(self.name, reason, 0, threads, f"{found.path}: {found.reason}")
+        return explained(self.name, reason, 0, threads, f"{found.route}: {found.reason}")

@@ -11,10 +11,11 @@ from typing import Any
 from flashwarp.array.array import Array
 from flashwarp.array.operands import Index
 from flashwarp.errors import FlashwarpError
+from flashwarp.explanation import Explanation
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.engine import BatchEngine, Direction
 from flashwarp.pipeline.engines import ArrayEngine, make_engine
-from flashwarp.pipeline.explanation import PipelineExplanation
+from flashwarp.pipeline.explanation import explained
 from flashwarp.pipeline.ids import host_rows
 from flashwarp.pipeline.ticket import Ticket
 from flashwarp.pipeline.ways import Way
@@ -38,7 +39,7 @@ class WorkerWay(Way):
     ) -> None:
         super().__init__(array, timeout_s)
         found = array.explain()
-        self._path = f"{found.path}: {found.reason}"
+        self._path = f"{found.route}: {found.reason}"
         self._storage = array._attachment.storage
         make = partial(make_engine, array, batch_rows, depth, workers, timeout_s)
         self._own = ArrayEngine(array, make)
@@ -118,12 +119,12 @@ class WorkerWay(Way):
 
     @property
     def engine_stats(self) -> dict[str, Any] | None:
-        return self._engine.stats()
+        return self._engine.stats
 
-    def explain(self) -> PipelineExplanation:
+    def explain(self) -> Explanation:
         low, high = self._engine.worker_limits
         reason = f"{low} to {high} host threads write the buffers"
-        return PipelineExplanation(self.name, reason, 0, high + 1, self._path)
+        return explained(self.name, reason, 0, high + 1, self._path)
 
     def close(self) -> None:
         self._own.close()

@@ -48,7 +48,7 @@ class Policy:
     The most recently filled way goes first:
 
     >>> import flashwarp as fw
-    >>> newest = fw.Policy("newest", '''
+    >>> newest = fw.policy.Policy("newest", '''
     ... struct newest {
     ...   FW_DEVICE static void on_hit(const fw::cache::geometry&, uint64_t, uint64_t) {}
     ...   FW_DEVICE static void on_fill(fw::cache::set_view& s, uint32_t way) { s.hand = way; }
@@ -115,7 +115,7 @@ class Policy:
         >>> import flashwarp as fw
         >>> def lowest(lines):
         ...     return lowest_bit(lines.candidates)
-        >>> fw.Policy.from_python("lowest", choose_victim=lowest)  # doctest: +SKIP
+        >>> fw.policy.Policy.from_python("lowest", choose_victim=lowest)  # doctest: +SKIP
         Policy('lowest')
         """
         from flashwarp.policy.python import policy_source

@@ -57,6 +57,6 @@ def _best_rate(copy: Callable[[], None]) -> float:
     return LINK_BYTES / min(wall_seconds(copy) for _ in range(_ROUNDS))
 
 
-def compile_pull(device: Device) -> fw.Program:
+def compile_pull(device: Device) -> fw.program.Program:
     """Compile what the UVA gather runs. Blocks."""
     return fw.compile(_PULL, device)

@@ -317,7 +317,7 @@ class _Reach:
         seconds = median_of(once, self.runs)
         right, first = True, 0
         for tile in tiles():
-            self.device.synchronize()
+            self.device.wait()
             right &= self._holds(tile, first, len(tile))
             first += len(tile)
         return seconds, right and first == self.rows
@@ -326,7 +326,7 @@ class _Reach:
         def loop() -> None:
             for _ in tiles:
                 pass
-            self.device.synchronize()
+            self.device.wait()
 
         return loop
 
@@ -336,7 +336,7 @@ class _Reach:
         size = rows * _ROW_BYTES
         folder = self.folder / "versions"
         opened = partial(
-            fw.Checkpointer, folder, self.device, gpu_cache=2 * size, host_cache=2 * size
+            fw.Checkpointer, folder, self.device, gpu_memory=2 * size, host_memory=2 * size
         )
         with self.device.empty_array((rows, _WORDS), np.int32) as state:
             self.device.upload(state.address, _content(np.arange(rows)))
@@ -372,7 +372,7 @@ class _Reach:
 
     def _saved(self, checkpointer: fw.Checkpointer, version: int) -> None:
         checkpointer.checkpoint(version)
-        self.device.synchronize()
+        self.device.wait()
 
     def _add(
         self,

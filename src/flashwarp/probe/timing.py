@@ -27,7 +27,7 @@ def device_seconds(device: Device, launch: Callable[[], object], stream: object 
     start.record(stream)
     launch()
     end.record(stream)
-    device.synchronize(stream)
+    device.wait(stream)
     return end.elapsed_ms(start) / 1e3
 
 

@@ -96,7 +96,7 @@ def compile(  # noqa: A001 - the module's one verb
     >>> with fw.create("numbers.npy", "float32", 1000, device="cpu") as x:
     ...     x[:] = 3
     ...     program["halve"](x, 10)
-    ...     x.synchronize()
+    ...     x.wait()
     ...     x[8:12].tolist()
     [1.5, 1.5, 3.0, 3.0]
     """
@@ -275,7 +275,7 @@ class Kernel(endings.NotCopied):
         Notes
         -----
         Returns at once on a GPU, when done on the CPU device. Keep the arguments until it is done.
-        `Array.synchronize`, or the array's next call, raises failures to read or write the array.
+        `Array.wait`, or the array's next call, raises failures to read or write the array.
 
         Raises
         ------

@@ -183,7 +183,7 @@ class Striped(Composite):
     >>> striped = fw.storage.Striped(drives, stripe="64 KiB")
     >>> with fw.open(striped, "r+", "int64", device="cpu") as x:
     ...     x[:3] = [7, 8, 9]
-    ...     x.gather(np.array([2, 0])).tolist(), len(x.explain().controller["controllers"])
+    ...     x.gather(np.array([2, 0])).tolist(), len(x.service.describe()["controllers"])
     ([9, 7], 4)
     """
 

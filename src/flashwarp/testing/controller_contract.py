@@ -122,7 +122,7 @@ class ControllerContract(ABC):
             assert host.do(FLUSH) == SUCCESS
             assert host.do(FLUSH, nsid=0xFFFFFFFF) == SUCCESS
             if self.keeps_log:
-                assert host.controller.stats()["errors"] == 0
+                assert host.controller.stats["errors"] == 0
             assert storage.read(0, self.nbytes) == expected
 
     def test_write_zeroes_and_deallocate_clear_their_ranges(self, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ class ControllerContract(ABC):
                     (error,) = host.controller.take_errors()
                     assert error["status"] == status
                     assert error["reason"]
-                    assert host.controller.stats()["errors"] == count
+                    assert host.controller.stats["errors"] == count
                 assert host.read(0, 1) == SUCCESS
             assert storage.read(0, self.nbytes) == content
 
@@ -333,7 +333,7 @@ class ControllerContract(ABC):
                 assert host.read(1 << 40, 1) == LBA_OUT_OF_RANGE
             assert len(host.controller.take_errors()) == 64
             assert host.controller.take_errors() == []
-            assert host.controller.stats()["errors_dropped"] == 36
+            assert host.controller.stats["errors_dropped"] == 36
 
     def test_stop_aborts_what_was_rung_and_may_be_repeated(self, tmp_path: Path) -> None:
         """Commands that nobody fetched complete as aborted; start serves the rings again."""
@@ -434,4 +434,4 @@ class ControllerContract(ABC):
                 late.append(time.monotonic() - start)
             # Expected: 1 ms; the margin is for a busy machine.
             assert min(late) < 0.01
-            assert host.controller.stats()["sleeps"] > 0
+            assert host.controller.stats["sleeps"] > 0

@@ -14,7 +14,7 @@ from flashwarp.array.array import Array
 from flashwarp.array.opening import open as open_array
 from flashwarp.errors import ClosedError, ReadOnlyError, StorageError
 from flashwarp.nvme import Controller
-from flashwarp.nvme.queue_pair import DATA_PATHS
+from flashwarp.nvme.queue_pair import ROUTES
 from flashwarp.storage import Namespace
 from flashwarp.testing.storage_contract import assert_raises, random_content
 
@@ -122,7 +122,7 @@ class ServiceContract(ABC):
             self.open(first, settings) as x,
         ):
             with self.open(second, settings) as y:
-                assert x.controller is not y.controller
+                assert x.service is not y.service
                 assert y[:].tobytes() == contents[1]
                 assert x[: self.nbytes // 2].tobytes() == contents[0][: self.nbytes // 2]
             assert x[:].tobytes() == contents[0]
@@ -131,8 +131,8 @@ class ServiceContract(ABC):
         """The facts that arrays, launches and people go by."""
         content = random_content(self.nbytes)
         with self.make(tmp_path, content) as namespace, self.open(namespace) as x:
-            service = x.controller
-            assert service.path in DATA_PATHS
+            service = x.service
+            assert service.route in ROUTES
             assert service.reason
             assert isinstance(service.describe()["engine"], str)
             assert service.namespace_count >= 1
@@ -158,7 +158,7 @@ class ServiceContract(ABC):
         content = random_content(self.nbytes)
         with self.make(tmp_path, content) as namespace:
             x = self.open(namespace)
-            service = x.controller
+            service = x.service
             x.close()
             assert_raises(ClosedError, lambda: service.queues)
             assert service.take_errors() == []

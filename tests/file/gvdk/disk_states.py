@@ -38,7 +38,7 @@ class Recorder:
         self._path = path
         self.first = self._content = path.read_bytes()
         self.events: list[Event] = []
-        write, sync = Disk.write, Disk.sync
+        write, sync = Disk.write, Disk.flush
 
         def recorded_write(disk: Disk, offset: int, data: bytes) -> None:
             self.look()
@@ -51,7 +51,7 @@ class Recorder:
             self.events.append(Event(synced=True))
 
         patch.setattr(Disk, "write", recorded_write)
-        patch.setattr(Disk, "sync", recorded_sync)
+        patch.setattr(Disk, "flush", recorded_sync)
 
     def look(self) -> None:
         """Note what has changed in the file since the last look."""

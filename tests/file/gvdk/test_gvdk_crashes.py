@@ -62,7 +62,7 @@ def test_no_power_cut_loses_what_was_synced(
                     change(image, model, chooser)
                     recorder.look()
                 recorder.mark(("syncs", None, image.size, bytes(model)))
-                image.sync()
+                image.flush()
                 recorder.mark(("synced", image._header.generation, image.size, bytes(model)))
             change(image, model, chooser)
             recorder.mark(("syncs", None, image.size, bytes(model)))
@@ -125,7 +125,7 @@ with Gvdk(path, writable=True) as image:
             if chooser.random() < 0.3:
                 image.write(place + 8, version.to_bytes(8, "little") * 300)
         image.write(0, version.to_bytes(8, "little"))
-        image.sync()
+        image.flush()
         print(version, flush=True)
 """
 

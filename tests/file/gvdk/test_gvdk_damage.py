@@ -32,7 +32,7 @@ def make(path: Path, preallocate: bool, key: bytes | None) -> None:
     with Gvdk.create(path, CAPACITY, preallocate=preallocate, key=key) as image:
         for place in PIECES:
             image.write(place, DATA[:20_000])
-            image.sync()
+            image.flush()
         for place in PIECES:
             image.write(place, DATA)
 

@@ -82,8 +82,8 @@ class Images(RuleBasedStateMachine):
         self.size = size
 
     @rule()
-    def sync(self) -> None:
-        self.image.sync()
+    def flush(self) -> None:
+        self.image.flush()
 
     @rule(writable=st.booleans())
     def reopen(self, writable: bool) -> None:
@@ -174,7 +174,7 @@ def test_many_threads_write_it(made: Path) -> None:
             for place in range(number * 100, CAPACITY - 100, 800):
                 image.write(place, bytes([number]) * 100)
                 if place % 5600 == 0:
-                    image.sync()
+                    image.flush()
 
         threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
         for thread in threads:
@@ -267,7 +267,7 @@ def test_use_that_cannot_be_is_refused(made: Path) -> None:
         with pytest.raises(BoundsError):
             image.read(CAPACITY, 1)
     with pytest.raises(ClosedError):
-        image.sync()
+        image.flush()
     with Gvdk(made, writable=True) as image:
         with pytest.raises(LockedError):
             Gvdk(made, writable=True)
@@ -291,7 +291,7 @@ def test_a_forked_child_cannot_use_it(made: Path) -> None:
     child = os.fork()
     if child == 0:
         seen = []
-        for act in (image.sync, lambda: image.write(0, b"child"), lambda: image.read(0, 1)):
+        for act in (image.flush, lambda: image.write(0, b"child"), lambda: image.read(0, 1)):
             try:
                 act()
                 seen.append("")
@@ -331,16 +331,16 @@ def test_a_full_disk_loses_nothing(
     path = tmp_path / "image.gvdk"
     with Gvdk.create(path, CAPACITY, preallocate=False) as image:
         image.write(0, b"a" * 9000)
-        image.sync()
+        image.flush()
         image.write(20_000, b"b" * 9000)
         image.discard(0, 4096)
         with monkeypatch.context() as patch:
             fails_once(patch, "write", errno.ENOSPC, lambda call: call == place)
             with pytest.raises(StorageError) as raised:
-                image.sync()
+                image.flush()
             assert raised.value.errno == errno.ENOSPC
         image.write(0, b"c" * 4096)
-        image.sync()
+        image.flush()
         assert image.verify().clean
     with Gvdk(path) as image:
         assert image.read(0, 9000) == b"c" * 4096 + b"a" * (9000 - 4096)
@@ -367,13 +367,13 @@ def test_after_a_failed_sync_the_image_stays_at_the_last_one(
 ) -> None:
     image = Gvdk(made, writable=True)
     image.write(0, b"old")
-    image.sync()
+    image.flush()
     image.write(0, b"new")
     with monkeypatch.context() as patch:
-        fails_once(patch, "sync", errno.EIO, lambda call: call == 1)
+        fails_once(patch, "flush", errno.EIO, lambda call: call == 1)
         with pytest.raises(StorageError):
-            image.sync()
-    for act in (image.sync, lambda: image.write(50_000, b"more")):
+            image.flush()
+    for act in (image.flush, lambda: image.write(50_000, b"more")):
         with pytest.raises(StorageError):
             act()
     image.close()

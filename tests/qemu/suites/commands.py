@@ -67,7 +67,7 @@ class Outcome:
     seconds: float
 
 
-def load_kernel(device: fw.CpuDevice) -> LoadedKernel:
+def load_kernel(device: fw.device.CpuDevice) -> LoadedKernel:
     """Compile the kernel, or find it compiled."""
     return device.load_program(Source.read(KERNEL)).by_name()["drive_commands"]
 
@@ -85,10 +85,14 @@ class Commands:
     """Queue pairs of one shape in a drive, whose namespace holds version 0 of all blocks."""
 
     def __init__(
-        self, drive: fw.VfioController, namespace: DriveNamespace, shape: Shape, block_bytes: int
+        self,
+        drive: fw.nvme.VfioController,
+        namespace: DriveNamespace,
+        shape: Shape,
+        block_bytes: int,
     ) -> None:
         self.namespace, self.shape, self.block_bytes = namespace, shape, block_bytes
-        self.device = fw.CpuDevice(shape.threads)
+        self.device = fw.device.CpuDevice(shape.threads)
         self._kernel = load_kernel(self.device)
         slots = shape.window * shape.threads
         self._frames = AlignedMemory(max(slots * block_bytes, 4096), 2 << 20)
@@ -143,7 +147,7 @@ class Commands:
 
 @contextmanager
 def commands(
-    drive: fw.VfioController, shape: Shape, block_bytes: int, fill: bool = True
+    drive: fw.nvme.VfioController, shape: Shape, block_bytes: int, fill: bool = True
 ) -> Iterator[Commands]:
     """Queue pairs of a shape, and blocks of version 0 on the drive if `fill`."""
     with drive.namespace(1) as namespace:
@@ -160,7 +164,9 @@ def commands(
 # The same by others, without a look at the data.
 
 
-def by_plain_loop(drive: fw.VfioController, window: int, block_bytes: int, count: int) -> Outcome:
+def by_plain_loop(
+    drive: fw.nvme.VfioController, window: int, block_bytes: int, count: int
+) -> Outcome:
     """Random reads by `plain_loop.cpp`, compiled before."""
     read_blocks = ctypes.CDLL(str(LIBRARY)).read_blocks
     read_blocks.restype = ctypes.c_uint64

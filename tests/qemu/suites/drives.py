@@ -18,9 +18,9 @@ def bound(index: int = 0) -> str:
 
 
 @contextmanager
-def drive(index: int = 0, **settings: Any) -> Iterator[fw.VfioController]:
+def drive(index: int = 0, **settings: Any) -> Iterator[fw.nvme.VfioController]:
     """Open controller `index`; it is closed however the test ends."""
-    controller = fw.VfioController(bound(index), **settings)
+    controller = fw.nvme.VfioController(bound(index), **settings)
     try:
         yield controller
     finally:

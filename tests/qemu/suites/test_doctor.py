@@ -23,7 +23,7 @@ def test_each_step_is_found() -> None:
     assert f"{bdf} has nvme (nvme0n1, nvme0n2, nvme0n3, nvme0n4)" in found["drives"].detail
     assert (found["passthrough"].state, found["IOMMU"].state) == ("ok", "ok")
     assert found["iommufd"].state == "missing"
-    assert found["GPU data path"].values["data_path"] == "software"
+    assert found["GPU route"].values["route"] == "software"
 
     guest.load("vfio-pci")
     offered = findings()["vfio-pci"]

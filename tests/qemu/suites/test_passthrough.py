@@ -83,7 +83,7 @@ def test_failure_reaches_the_array(engine: str, monkeypatch: pytest.MonkeyPatch)
         ) as storage,
         fw.open(storage, "r+", "u1", device="cpu", line=512, cache="64 KiB") as x,
     ):
-        assert x.controller.describe()["engine"].startswith(engine[:6])
+        assert x.service.describe()["engine"].startswith(engine[:6])
         with pytest.raises(StorageError, match="unrecovered read error") as failed:
             x.gather([UNREADABLE[1] * 512])
         assert failed.value.status == UNRECOVERED_READ
@@ -107,8 +107,8 @@ def test_io_uring_sends_all_commands() -> None:
         x[:] = np.arange(1 << 18, dtype=np.int32)
         x.flush()
         np.testing.assert_array_equal(x[:], np.arange(1 << 18, dtype=np.int32))
-        stats: dict[str, Any] = x.controller.natives[0].stats()
-        assert x.controller.describe()["engine"] == "io_uring"
+        stats: dict[str, Any] = x.service.natives[0].stats
+        assert x.service.describe()["engine"] == "io_uring"
         assert stats["engine_operations"] > 256
         assert stats["engine_fallbacks"] == 0
 

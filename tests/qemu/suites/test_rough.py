@@ -79,7 +79,7 @@ def go_on(thread: Reading, turns: int = 3) -> None:
 @pytest.mark.parametrize("function", [False, True], ids=["controller", "function"])
 def test_reset_loses_the_arrays_of_vfio_and_no_others(function: bool) -> None:
     expected = np.arange(NBYTES // 4, dtype=np.int32)
-    with fw.VfioController(bound(VFIO, RESET), 2, 64, allow_raw_writes=True) as controller:
+    with fw.nvme.VfioController(bound(VFIO, RESET), 2, 64, allow_raw_writes=True) as controller:
         thread = lose_array(controller, expected, function)
         assert isinstance(thread.error, ControllerLost), thread.error
         assert thread.wrong == 0
@@ -88,7 +88,7 @@ def test_reset_loses_the_arrays_of_vfio_and_no_others(function: bool) -> None:
 
 
 def lose_array(
-    controller: fw.VfioController, expected: npt.NDArray[np.int32], function: bool
+    controller: fw.nvme.VfioController, expected: npt.NDArray[np.int32], function: bool
 ) -> Reading:
     """Store, and reset the controller while a thread reads; return the thread."""
     with controller.namespace(1) as namespace:
@@ -105,7 +105,7 @@ def lose_array(
     return thread
 
 
-def opened(namespace: Storage, controller: fw.VfioController) -> fw.Array:
+def opened(namespace: Storage, controller: fw.nvme.VfioController) -> fw.Array:
     options: dict[str, Any] = {"device": "cpu", "cache": "64 KiB", "controller": controller}
     return fw.open(namespace, "r+", "i4", NBYTES // 4, **options)
 

@@ -76,13 +76,13 @@ def path(folder: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def controller(device: Path) -> Iterator[fw.VfioController]:
+def controller(device: Path) -> Iterator[fw.nvme.VfioController]:
     with drive(OURS, queue_pairs=2, depth=16, allow_raw_writes=True) as controller:
         yield controller
 
 
 @pytest.fixture
-def namespace(controller: fw.VfioController) -> DriveNamespace:
+def namespace(controller: fw.nvme.VfioController) -> DriveNamespace:
     return controller.namespace(1)
 
 
@@ -100,14 +100,14 @@ def fragmented(path: Path, nbytes: int, seed: int = 0) -> bytes:
         os.fsync(file.fileno())
     for number in range(1, len(parts)):
         call("fallocate", "--collapse-range", f"--offset={number * part}", "--length=65536", path)
-    assert len(fw.BlockMap.of(path).extents) >= len(parts)
+    assert len(fw.file.BlockMap.of(path).extents) >= len(parts)
     return content
 
 
 def by_blocks(
-    path: Path | fw.BlockMap, namespace: DriveNamespace | Passthrough, **options: Any
-) -> fw.MappedFile:
-    return fw.MappedFile(path, namespace, writable=True, allow_raw_writes=True, **options)
+    path: Path | fw.file.BlockMap, namespace: DriveNamespace | Passthrough, **options: Any
+) -> fw.file.MappedFile:
+    return fw.file.MappedFile(path, namespace, writable=True, allow_raw_writes=True, **options)
 
 
 def dump(path: Path) -> bytes:
@@ -124,7 +124,7 @@ class TestFileOnTheOtherController(StorageContract):
         self.path.write_bytes(content)
         if writable:
             return by_blocks(self.path, self.namespace)
-        return fw.MappedFile(self.path, self.namespace)
+        return fw.file.MappedFile(self.path, self.namespace)
 
     def held(self, folder: Path) -> bytes:
         return dump(self.path)
@@ -137,7 +137,7 @@ def test_linux_writes_and_we_read(path: Path, namespace: DriveNamespace) -> None
         file.write(b"new")  # and not synced
     content = content[:MIB] + b"new" + content[MIB + 3 :]
 
-    with fw.MappedFile(path, namespace) as storage:
+    with fw.file.MappedFile(path, namespace) as storage:
         assert storage.read(0, len(content)) == content
         with fw.open(storage, dtype="u1", device="cpu", cache="128 KiB") as x:
             assert bytes(x[:]) == content
@@ -174,7 +174,7 @@ def test_both_sides_write_in_turns(path: Path, namespace: DriveNamespace) -> Non
             with path.open("r+b") as file:
                 file.seek(begin)
                 file.write(part)
-            with fw.MappedFile(path, namespace) as storage:
+            with fw.file.MappedFile(path, namespace) as storage:
                 assert storage.read(0, MIB) == content, turn
         else:
             with by_blocks(path, namespace) as storage:
@@ -197,7 +197,7 @@ def test_image_is_written_by_both_sides(path: Path, namespace: DriveNamespace) -
         assert image.read(0, MIB) == content
         assert image.verify().clean
         image.write(MIB - 3, b"end")
-    with fw.MappedFile(path, namespace, offset=offset) as storage:
+    with fw.file.MappedFile(path, namespace, offset=offset) as storage:
         assert storage.read(MIB - 5, 5) == content[-5:-3] + b"end"
 
 
@@ -206,7 +206,7 @@ def test_image_is_written_by_both_sides(path: Path, namespace: DriveNamespace) -
     reason="mkfs.xfs is missing; on Debian: sudo apt-get install xfsprogs",
 )
 def test_file_of_xfs_is_written_by_both_sides(
-    controller: fw.VfioController, tmp_path: Path
+    controller: fw.nvme.VfioController, tmp_path: Path
 ) -> None:
     guest.load("xfs")
     device = guest.block_device(0, 3)
@@ -223,7 +223,7 @@ def test_file_of_xfs_is_written_by_both_sides(
         with path.open("r+b") as file:
             file.write(b"by Linux")
         content[:8] = b"by Linux"
-        with fw.MappedFile(path, controller.namespace(3)) as storage:
+        with fw.file.MappedFile(path, controller.namespace(3)) as storage:
             assert storage.read(0, MIB) == content
     finally:
         call("umount", tmp_path)
@@ -267,7 +267,7 @@ def test_who_wants_the_file_gets_it_and_the_map_ends(
 def test_freed_blocks_are_not_written(path: Path, namespace: DriveNamespace) -> None:
     """The blocks of a file that is cut belong to the next one, which must not change."""
     path.write_bytes(bytes(MIB))
-    old = fw.BlockMap.of(path)
+    old = fw.file.BlockMap.of(path)
     with by_blocks(path, namespace) as storage:
         os.truncate(path, 0)
         other = path.with_name("next")
@@ -281,7 +281,7 @@ def test_freed_blocks_are_not_written(path: Path, namespace: DriveNamespace) -> 
         by_blocks(old, namespace)
 
     assert dump(other) == content
-    with fw.MappedFile(other, namespace) as storage:
+    with fw.file.MappedFile(other, namespace) as storage:
         assert storage.read(0, MIB) == content
     other.unlink()
 
@@ -306,15 +306,15 @@ def test_map_of_a_file_that_was_changed_is_refused(
     path: Path, namespace: DriveNamespace, change: Callable[[Path], object], match: str
 ) -> None:
     content = fragmented(path, 2 * MIB)
-    kept = fw.BlockMap.of(path)
-    with fw.MappedFile(kept, namespace) as storage:
+    kept = fw.file.BlockMap.of(path)
+    with fw.file.MappedFile(kept, namespace) as storage:
         assert storage.read(0, len(content)) == content
     time.sleep(0.02)  # longer than the file system's clock ticks
 
     change(path)
 
     with pytest.raises(StorageError, match=match) as refused:
-        fw.MappedFile(kept, namespace)
+        fw.file.MappedFile(kept, namespace)
     assert refused.value.errno == STALE
 
 
@@ -323,8 +323,9 @@ def test_killed_driver_leaves_the_file_whole_and_free(path: Path, device: Path) 
     assert dump(path) == bytes(MIB)
     script = (
         "import sys, time, flashwarp as fw; "
-        "drive = fw.VfioController(sys.argv[2], 2, 16, allow_raw_writes=True); "
-        "m = fw.MappedFile(sys.argv[1], drive.namespace(1), writable=True, allow_raw_writes=True); "
+        "drive = fw.nvme.VfioController(sys.argv[2], 2, 16, allow_raw_writes=True); "
+        "at = drive.namespace(1); "
+        "m = fw.file.MappedFile(sys.argv[1], at, writable=True, allow_raw_writes=True); "
         "m.write(0, b'\\5' * m.nbytes); m.flush(); print('written', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", script, str(path), guest.address_of(OURS)]
@@ -337,7 +338,7 @@ def test_killed_driver_leaves_the_file_whole_and_free(path: Path, device: Path) 
     assert dump(path) == b"\5" * MIB
     with (
         drive(OURS, allow_raw_writes=True) as again,
-        fw.MappedFile(path, again.namespace(1)) as storage,
+        fw.file.MappedFile(path, again.namespace(1)) as storage,
     ):
         assert storage.read(0, MIB) == b"\5" * MIB
 
@@ -349,13 +350,13 @@ LINES = ("512", "4 KiB", "16 KiB")
 
 
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.parametrize("data_path", ["direct", "bounce"])
+@pytest.mark.parametrize("route", ["direct", "bounce"])
 def test_kernels_read_and_write_by_the_extents(
-    path: Path, device: Path, line: str, data_path: Any
+    path: Path, device: Path, line: str, route: Any
 ) -> None:
     content = bytearray(fragmented(path, 2 * MIB))
     chooser = np.random.default_rng(11)
-    settings = {"data_path": data_path, "allow_raw_writes": True}
+    settings = {"route": route, "allow_raw_writes": True}
     with (
         drive(OURS, queue_pairs=2, depth=16, **settings) as controller,
         by_blocks(path, controller.namespace(1)) as storage,
@@ -363,7 +364,7 @@ def test_kernels_read_and_write_by_the_extents(
             storage, "r+", "u1", device="cpu", cache="128 KiB", line=line, controller=controller
         ) as x,
     ):
-        assert x.explain().path == data_path
+        assert x.explain().route == route
         assert bytes(x[:]) == content
         for turn in range(8):
             begin, end = sorted(int(n) for n in chooser.integers(0, 2 * MIB, 2))
@@ -371,7 +372,7 @@ def test_kernels_read_and_write_by_the_extents(
             content[begin:end] = part
             x[begin:end] = np.frombuffer(part, "u1")
         x.flush()
-        assert x.controller.queues.counters().commands > 2 * MIB // (1 << 14)
+        assert x.service.queues.counters().commands > 2 * MIB // (1 << 14)
         # By the host's own commands, through the same extents.
         assert storage.read(0, len(content)) == content
 
@@ -379,7 +380,7 @@ def test_kernels_read_and_write_by_the_extents(
 
 
 def test_kernels_of_an_array_with_a_header_read_by_the_extents(
-    path: Path, controller: fw.VfioController
+    path: Path, controller: fw.nvme.VfioController
 ) -> None:
     values = np.random.default_rng(3).integers(0, 1 << 30, (999, 77), np.int32)
     numbers = path.with_suffix(".npy")
@@ -390,7 +391,7 @@ def test_kernels_of_an_array_with_a_header_read_by_the_extents(
         header = file.tell()
     try:
         with (
-            fw.MappedFile(numbers, controller.namespace(1)) as storage,
+            fw.file.MappedFile(numbers, controller.namespace(1)) as storage,
             fw.open(storage, dtype="u1", device="cpu", controller=controller) as x,
         ):
             assert x[header:].tobytes() == values.tobytes()
@@ -399,7 +400,7 @@ def test_kernels_of_an_array_with_a_header_read_by_the_extents(
 
 
 def test_lines_longer_than_extents_are_refused_and_the_longest_is_named(
-    path: Path, controller: fw.VfioController
+    path: Path, controller: fw.nvme.VfioController
 ) -> None:
     content = random_content(2 * MIB)
     with path.open("wb") as file:
@@ -407,9 +408,9 @@ def test_lines_longer_than_extents_are_refused_and_the_longest_is_named(
         os.fsync(file.fileno())
     call("fallocate", "--collapse-range", f"--offset={MIB}", "--length=4096", path)
     call("fallocate", "--collapse-range", "--offset=8192", "--length=4096", path)
-    assert len(fw.BlockMap.of(path).extents) >= 3
+    assert len(fw.file.BlockMap.of(path).extents) >= 3
     settings: dict[str, Any] = {"device": "cpu", "controller": controller}
-    with fw.MappedFile(path, controller.namespace(1)) as storage:
+    with fw.file.MappedFile(path, controller.namespace(1)) as storage:
         with pytest.raises(ArgumentError, match="take line=4096 or less"):
             fw.open(storage, dtype="u1", line="8 KiB", **settings)
         with fw.open(storage, dtype="u1", line="4 KiB", **settings) as x:
@@ -417,13 +418,13 @@ def test_lines_longer_than_extents_are_refused_and_the_longest_is_named(
 
 
 def test_last_block_in_part_is_read_and_not_written(
-    path: Path, controller: fw.VfioController
+    path: Path, controller: fw.nvme.VfioController
 ) -> None:
     content = random_content(MIB - 100)
     path.write_bytes(content)
     settings: dict[str, Any] = {"device": "cpu", "controller": controller}
     with (
-        fw.MappedFile(path, controller.namespace(1)) as storage,
+        fw.file.MappedFile(path, controller.namespace(1)) as storage,
         fw.open(storage, dtype="u1", **settings) as x,
     ):
         assert bytes(x[:]) == content
@@ -441,9 +442,9 @@ def test_last_block_in_part_is_read_and_not_written(
     assert dump(path) == content[: MIB - 515] + bytes(3) + content[MIB - 512 :]
 
 
-@pytest.mark.parametrize("data_path", ["direct", "bounce"])
+@pytest.mark.parametrize("route", ["direct", "bounce"])
 def test_kernels_that_write_are_stopped_before_the_blocks_are_freed(
-    path: Path, device: Path, data_path: Any
+    path: Path, device: Path, route: Any
 ) -> None:
     """A file that is cut, under kernels that write it as fast as they can, frees its blocks."""
     path.write_bytes(bytes(MIB))
@@ -458,7 +459,7 @@ def test_kernels_that_write_are_stopped_before_the_blocks_are_freed(
         except BaseException as error:
             failures.append(error)
 
-    settings = {"data_path": data_path, "allow_raw_writes": True}
+    settings = {"route": route, "allow_raw_writes": True}
     with (
         drive(OURS, queue_pairs=2, depth=16, **settings) as controller,
         by_blocks(path, controller.namespace(1)) as storage,
@@ -467,7 +468,7 @@ def test_kernels_that_write_are_stopped_before_the_blocks_are_freed(
         other = fw.open(controller.namespace(2), dtype="u1", device="cpu", controller=controller)
         writer = threading.Thread(target=write_until_it_fails, args=(x,))
         writer.start()
-        while x.controller.queues.counters().commands < 200:
+        while x.service.queues.counters().commands < 200:
             time.sleep(0.01)
 
         script = (
@@ -475,7 +476,7 @@ def test_kernels_that_write_are_stopped_before_the_blocks_are_freed(
             "print(time.monotonic() - t)"
         )
         waited_s = float(call(sys.executable, "-c", script, path))
-        late = x.controller.queues.counters().commands
+        late = x.service.queues.counters().commands
         content = random_content(MIB)
         heir = path.with_name("heir")
         heir.write_bytes(content)
@@ -499,7 +500,7 @@ def test_kernels_that_write_are_stopped_before_the_blocks_are_freed(
     assert dump(heir) == content
     with (
         drive(OURS, allow_raw_writes=True) as again,
-        fw.MappedFile(heir, again.namespace(1)) as storage,
+        fw.file.MappedFile(heir, again.namespace(1)) as storage,
     ):
         assert storage.read(0, MIB) == content
     heir.unlink()
@@ -526,24 +527,24 @@ def test_file_that_is_open_is_refused(path: Path, namespace: DriveNamespace) -> 
 
 
 def test_namespaces_of_others_are_refused(
-    path: Path, controller: fw.VfioController, device: Path
+    path: Path, controller: fw.nvme.VfioController, device: Path
 ) -> None:
     path.write_bytes(bytes(8192))
     with pytest.raises(ArgumentError, match="namespace 2 and 1"):
-        fw.MappedFile(path, controller.namespace(2))
+        fw.file.MappedFile(path, controller.namespace(2))
     with drive(OTHER) as other, pytest.raises(ArgumentError, match="serial number drive1 and dri"):
-        fw.MappedFile(path, other.namespace(1))
+        fw.file.MappedFile(path, other.namespace(1))
     # Linux counts its controllers in the order in which it has found them.
     with pytest.raises(ArgumentError, match=guest.block_device(0, 2).name):
-        fw.MappedFile(path, Passthrough(guest.character_device(0, 2)))
+        fw.file.MappedFile(path, Passthrough(guest.character_device(0, 2)))
 
 
 def test_drive_with_a_file_system_is_not_written_without_permission(
-    path: Path, controller: fw.VfioController
+    path: Path, controller: fw.nvme.VfioController
 ) -> None:
     path.write_bytes(bytes(8192))
     with pytest.raises(ArgumentError, match="allow_raw_writes=True"):
-        fw.MappedFile(path, controller.namespace(1), writable=True)
+        fw.file.MappedFile(path, controller.namespace(1), writable=True)
     controller.namespace(1).close()
     controller.allow_raw_writes = False
     try:
@@ -570,14 +571,14 @@ def test_file_on_the_device_mapper_has_no_places_on_the_drive(tmp_path: Path) ->
         path = tmp_path / "file"
         content = fragmented(path, MIB)
 
-        with fw.MappedFile(path) as storage:
+        with fw.file.MappedFile(path) as storage:
             assert storage.read(0, MIB) == content
             assert storage.block_map.volume.path == str(volume)
         with (
             Passthrough(guest.character_device(1)) as raw,
             pytest.raises(PathError, match=r"\(volume\), which is made of nvme"),
         ):
-            fw.MappedFile(path, raw)
+            fw.file.MappedFile(path, raw)
     finally:
         subprocess.run(["umount", tmp_path], capture_output=True)
         call("dmsetup", "remove", "--noudevsync", "volume")

@@ -62,12 +62,12 @@ def pattern(nbytes: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 @pytest.fixture
-def opened() -> Iterator[fw.VfioController]:
+def opened() -> Iterator[fw.nvme.VfioController]:
     with drive(PLAIN, allow_raw_writes=True) as controller:
         yield controller
 
 
-def open_rows(controller: fw.VfioController, **options: Any) -> fw.Array:
+def open_rows(controller: fw.nvme.VfioController, **options: Any) -> fw.Array:
     namespace = controller.namespace(1)
     return fw.open(namespace, "r+", "u1", device="cpu", controller=controller, **options)
 
@@ -107,20 +107,20 @@ def test_data_is_whole_at_every_shape(queue_pairs: int, depth: int) -> None:
 def test_lines_of_every_size_are_moved(path: Literal["direct", "bounce"], line: int) -> None:
     """One page, two by PRP entries, more by a list."""
     content = pattern(4 * MIB, line)
-    settings = {"depth": 16, "data_path": path, "allow_raw_writes": True}
+    settings = {"depth": 16, "route": path, "allow_raw_writes": True}
     with drive(PLAIN, **settings) as opened, opened.namespace(1) as namespace:
         namespace.write(0, content)
         with fw.open(
             namespace, "r+", "u1", device="cpu", line=line, cache=8 * line, controller=opened
         ) as x:
-            assert x.explain().path == path
+            assert x.explain().route == path
             np.testing.assert_array_equal(x[: content.size], content)
             content[100_000:300_000] = 5
             x[100_000:300_000] = 5
         assert namespace.read(0, content.size) == content.tobytes()
 
 
-def test_host_commands_split_and_keep_neighbours(opened: fw.VfioController) -> None:
+def test_host_commands_split_and_keep_neighbours(opened: fw.nvme.VfioController) -> None:
     """Transfers at any byte, longer than one command takes."""
     with opened.namespace(1) as namespace:
         expected = bytearray(pattern(3 * MIB).tobytes())
@@ -145,19 +145,19 @@ def test_stripes_over_two_drives() -> None:
             both.write(0, content)
             group = ControllerGroup([a, b])
             with fw.open(both, "r+", "u1", device="cpu", cache="256 KiB", controller=group) as x:
-                assert "2 controllers" in x.explain().controller["engine"]
+                assert "2 controllers" in x.explain().facts["engine"]
                 np.testing.assert_array_equal(x[:], content)
                 x[500_000:900_000] = 9
                 content[500_000:900_000] = 9
             assert both.read(0, content.size) == content.tobytes()
 
 
-def test_software_controller_serves_a_namespace(opened: fw.VfioController) -> None:
+def test_software_controller_serves_a_namespace(opened: fw.nvme.VfioController) -> None:
     """The way for devices whose memory the drive does not reach."""
     content = pattern(MIB)
     with opened.namespace(1) as namespace:
         namespace.write(0, content)
-        settings = fw.SoftwareController(data_path="bounce")
+        settings = fw.nvme.SoftwareController(route="bounce")
         with fw.open(namespace, "r", "u1", device="cpu", controller=settings) as x:
             np.testing.assert_array_equal(x[: content.size], content)
 
@@ -167,11 +167,11 @@ def test_software_controller_serves_a_namespace(opened: fw.VfioController) -> No
 
 def test_bad_addresses_are_refused() -> None:
     with pytest.raises(ArgumentError, match="no PCI address such as"):
-        fw.VfioController("nvme0")
+        fw.nvme.VfioController("nvme0")
     with pytest.raises(ArgumentError, match=r"no PCI device 0000:7f:00\.0; the NVMe controllers"):
-        fw.VfioController("7f:00.0")
+        fw.nvme.VfioController("7f:00.0")
     with pytest.raises(ArgumentError, match="is no NVMe controller: its class is"):
-        fw.VfioController("00:00.0")
+        fw.nvme.VfioController("00:00.0")
 
 
 def test_drive_of_the_kernel_is_refused_and_one_in_use_not_taken(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_drive_of_the_kernel_is_refused_and_one_in_use_not_taken(tmp_path: Path)
     guest.bind(bdf, "nvme")
     disk = guest.block_device(PULLED)
     with pytest.raises(LockedError, match=f"has the driver nvme.*binding bind {bdf}"):
-        fw.VfioController(bdf)
+        fw.nvme.VfioController(bdf)
 
     with (
         disk.open("rb"),
@@ -194,7 +194,7 @@ def test_drive_of_the_kernel_is_refused_and_one_in_use_not_taken(tmp_path: Path)
         with pytest.raises(LockedError, match=f"{disk} is mounted on {tmp_path}"):
             binding.bind(bdf)
         with pytest.raises(LockedError, match="is mounted on"):
-            fw.VfioController(bdf)
+            fw.nvme.VfioController(bdf)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
     # In a mount namespace of its own, as containers have one.
@@ -219,9 +219,9 @@ def test_drive_of_the_kernel_is_refused_and_one_in_use_not_taken(tmp_path: Path)
         namespace.write_zeroes(0, namespace.nbytes)
 
 
-def test_second_process_is_refused(opened: fw.VfioController) -> None:
+def test_second_process_is_refused(opened: fw.nvme.VfioController) -> None:
     with pytest.raises(LockedError, match=r"open in another process.*fuser -v /dev/vfio"):
-        fw.VfioController(opened.bdf)
+        fw.nvme.VfioController(opened.bdf)
     with pytest.raises(LockedError, match=f"process {os.getpid()} drives {opened.bdf}"):
         binding.unbind(opened.bdf)
 
@@ -240,7 +240,7 @@ def test_limits_of_the_drive_are_told() -> None:
         with open_rows(controller), pytest.raises(ArgumentError, match="is open with"):
             controller.namespace(1, writable=False)
     with pytest.raises(ArgumentError, match="depth=4096 is more than the 2048 entries"):
-        fw.VfioController(bound(SMALL), depth=4096)
+        fw.nvme.VfioController(bound(SMALL), depth=4096)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_other_formats_of_blocks_are_refused(nsid: int, format_: str) -> None:
 def test_a_user_needs_the_group_alone() -> None:
     """With the file of the group, and enough memory to lock, no root is needed."""
     bdf = bound(PLAIN)
-    program = f"import flashwarp as fw; fw.VfioController({bdf!r}).close()"
+    program = f"import flashwarp as fw; fw.nvme.VfioController({bdf!r}).close()"
     user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     run = [*user, sys.executable, "-c", program]
     group = Path("/dev/vfio", binding.find(bdf).group)
@@ -298,7 +298,7 @@ def test_out_of_range_and_unreadable_blocks() -> None:
 # Losses.
 
 
-def in_flight(controller: fw.VfioController, lose: Callable[[], object]) -> BaseException:
+def in_flight(controller: fw.nvme.VfioController, lose: Callable[[], object]) -> BaseException:
     """Lose the drive while a thread reads from it; return what the thread met."""
     met: list[BaseException] = []
     running = threading.Event()
@@ -333,7 +333,7 @@ def in_flight(controller: fw.VfioController, lose: Callable[[], object]) -> Base
 
 
 @pytest.mark.parametrize("function", [False, True])
-def test_reset_while_busy(opened: fw.VfioController, function: bool) -> None:
+def test_reset_while_busy(opened: fw.nvme.VfioController, function: bool) -> None:
     """What is in flight ends with the error; arrays that are opened afterwards work."""
     content = pattern(MIB)
     with opened.namespace(1) as namespace:
@@ -346,7 +346,7 @@ def test_reset_while_busy(opened: fw.VfioController, function: bool) -> None:
             np.testing.assert_array_equal(x[: content.size], content)
 
 
-def test_close_in_every_state(opened: fw.VfioController) -> None:
+def test_close_in_every_state(opened: fw.nvme.VfioController) -> None:
     namespace = opened.namespace(1)
     x = open_rows(opened)
     opened.close()
@@ -362,7 +362,7 @@ def test_close_in_every_state(opened: fw.VfioController) -> None:
         assert held.read(5, 1) == b"M"
 
 
-def test_stranger_disables_the_controller(opened: fw.VfioController) -> None:
+def test_stranger_disables_the_controller(opened: fw.nvme.VfioController) -> None:
     """As after a reset by someone else, or a loss of power: CSTS.RDY is 0."""
     lease = _native.QueueLease(opened.native, 1)
     doorbell = lease.doorbells[0][0]
@@ -386,7 +386,7 @@ def test_killed_process_leaves_a_drive_that_opens(tmp_path: Path) -> None:
     bdf = bound(PLAIN)
     program = f"""
 import flashwarp as fw, numpy as np
-d = fw.VfioController({bdf!r}, allow_raw_writes=True)
+d = fw.nvme.VfioController({bdf!r}, allow_raw_writes=True)
 x = fw.open(d.namespace(1), "r+", "u1", device="cpu", line=512, cache="64 KiB", controller=d)
 x[:100] = 3
 x.flush()
@@ -408,7 +408,7 @@ while True:
         assert namespace.read(0, 100) == b"\3" * 100
 
 
-def test_forked_child_touches_nothing(opened: fw.VfioController) -> None:
+def test_forked_child_touches_nothing(opened: fw.nvme.VfioController) -> None:
     with opened.namespace(1) as namespace, open_rows(opened) as x:
         assert x[:3].size == 3
         child = os.fork()

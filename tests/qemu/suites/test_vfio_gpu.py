@@ -20,7 +20,7 @@ pytest.importorskip("cuda.bindings.driver")
 import flashwarp as fw
 from flashwarp import _native
 from flashwarp.device import CudaDevice
-from flashwarp.errors import ArgumentError, DataPathError, DeviceError, StorageError
+from flashwarp.errors import ArgumentError, DeviceError, RouteError, StorageError
 from flashwarp.nvme import Destination
 from flashwarp.nvme.drive_extents import DriveExtents, OnDrive
 from flashwarp.nvme.drive_namespace import DriveNamespace
@@ -65,7 +65,7 @@ def read_and_write(service: VfioService, namespace: Storage | Rotated, commands:
         writes=85,
         checks=1,
     )
-    threads = fw.CpuDevice(1)
+    threads = fw.device.CpuDevice(1)
 
     threads.run_kernel(load_kernel(threads), [bytes(params)], warps=1)
 
@@ -75,7 +75,7 @@ def read_and_write(service: VfioService, namespace: Storage | Rotated, commands:
 
 
 @contextlib.contextmanager
-def frames_beside_a_drive() -> Iterator[tuple[Destination, fw.VfioController, DriveNamespace]]:
+def frames_beside_a_drive() -> Iterator[tuple[Destination, fw.nvme.VfioController, DriveNamespace]]:
     """Memory of the GPU, a drive and a namespace; nothing of the GPU is left in the end."""
     device = CudaDevice(0)
     before = fake().fake_live_allocations()
@@ -93,7 +93,7 @@ def queue_pairs_of_a_gpu_move_data_through_buffers() -> None:
         service = controller.attach(namespace, destination)
 
         assert fake().fake_registered_flags() == 2 | 4  # DEVICEMAP, IOMEMORY
-        assert service.path == "bounce"
+        assert service.route == "bounce"
         assert "VFIO by type1 maps no memory of other devices" in service.reason
         read_and_write(service, namespace, 2000)
         with pytest.raises(ArgumentError, match="while arrays on cuda:0 use it: close them first"):
@@ -143,9 +143,9 @@ def arrays_of_a_gpu_say_how_data_goes() -> None:
         with fw.open(
             namespace, "r", "u1", device=device, cache="64 KiB", controller=controller
         ) as x:
-            assert x.explain().path == "bounce"
+            assert x.explain().route == "bounce"
             assert "the drive does not reach cuda:0's memory" in x.explain().reason
-        with pytest.raises(DataPathError, match="strict='direct', but the data would go bounce"):
+        with pytest.raises(RouteError, match="strict='direct', but the data would go bounce"):
             fw.open(
                 namespace, "r", "u1", device=device, cache="64 KiB", strict="direct",
                 controller=controller,
@@ -156,10 +156,10 @@ def refused_pieces_are_named_and_give_all_back() -> None:
     device = CudaDevice(0)
     frames = device.allocate(1 << 16)
     destination = Destination(device, BLOCK_BYTES, (frames.address, frames.nbytes))
-    with drive(0, queue_pairs=2, data_path="direct") as controller:
+    with drive(0, queue_pairs=2, route="direct") as controller:
         namespace = controller.namespace(GOOD)
         before = fake().fake_live_allocations()
-        with pytest.raises(ArgumentError, match=r"data_path='direct', but the drive.*iommufd does"):
+        with pytest.raises(ArgumentError, match=r"route='direct', but the drive.*iommufd does"):
             controller.attach(namespace, destination)
         refusal = "ring the doorbells of 0000:.*PeerMappingOverride=1.*SoftwareController"
         with (

@@ -30,11 +30,11 @@ class TestDrive(ServiceContract):
     nbytes = NBYTES
     index = 0
     first_nsid = 1
-    data_path = "direct"
+    route = "direct"
 
     @pytest.fixture(autouse=True)
     def _drive(self) -> Iterator[None]:
-        settings = {"data_path": self.data_path, "allow_raw_writes": True}
+        settings = {"route": self.route, "allow_raw_writes": True}
         with drive(self.index, queue_pairs=2, depth=16, **settings) as self.opened:
             self.next_nsid = self.first_nsid
             yield
@@ -61,7 +61,7 @@ class TestDrive(ServiceContract):
 class TestDriveThroughBuffers(TestDrive):
     """As a GPU takes it whose memory the drive does not reach."""
 
-    data_path = "bounce"
+    route = "bounce"
 
 
 class TestDriveOf4KiBBlocks(TestDrive):

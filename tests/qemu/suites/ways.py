@@ -42,13 +42,13 @@ def array(
     length = nbytes // np.dtype(dtype).itemsize
     if way == VFIO:
         with (
-            fw.VfioController(bdf, queue_pairs, depth, allow_raw_writes=True) as controller,
+            fw.nvme.VfioController(bdf, queue_pairs, depth, allow_raw_writes=True) as controller,
             controller.namespace(nsid) as namespace,
             fw.open(namespace, "r+", dtype, length, controller=controller, **options) as x,
         ):
             yield x
         return
-    software = fw.SoftwareController(queue_pairs, depth, threads=1, commands=True)
+    software = fw.nvme.SoftwareController(queue_pairs, depth, threads=1, commands=True)
     make = BlockDevice if way == KERNEL else Passthrough
     path = guest.block_device(drive, nsid) if way == KERNEL else guest.character_device(drive, nsid)
     extra = {} if way == KERNEL else {"allow_raw_writes": True}

@@ -8,7 +8,7 @@
 #include "simulator/machine.h"
 
 using namespace fw::simulator;
-using fw::batch::kNotSynchronized;
+using fw::batch::kNotWaited;
 using fw::batch::kOldest;
 using fw::batch::kRefused;
 
@@ -234,7 +234,7 @@ struct Batch {
   // The threads look at their rows.
   void check(uint64_t failed, const std::vector<uint64_t>& expected, uint32_t rank,
              uint32_t ranks) const {
-    if (failed == kNotSynchronized) return;
+    if (failed == kNotWaited) return;
     if (failed > wanted.size()) scheduler.fail("more rows failed than the batch has");
     uint64_t count = 0;
     for (uint32_t i = 0; i < wanted.size(); ++i) {
@@ -301,10 +301,10 @@ void run_blocks(Run& run, const Setup& setup, uint32_t blocks, uint32_t warps, u
       if (n < ahead) continue;
       Batch& b = batch_of(n - ahead);
       if (b.ticket == kRefused) return;
-      const uint64_t failed = fw::block::prefetch_synchronize(p, b.ticket, b.statuses);
-      if (failed == kNotSynchronized && !stops) scheduler.fail("a batch was not synchronized");
+      const uint64_t failed = fw::block::prefetch_wait(p, b.ticket, b.statuses);
+      if (failed == kNotWaited && !stops) scheduler.fail("a batch was not waited for");
       // What the engine may still write must not be used again.
-      if (failed == kNotSynchronized) return;
+      if (failed == kNotWaited) return;
       b.check(failed, expected, rank, ranks);
       fw::block::sync();
     }
@@ -374,8 +374,8 @@ FW_SCENARIO(batches_grid, "all blocks of a launch prefetch, look at the rows, an
     for (uint32_t n = 0; n < rounds; ++n) {
       if (n + 1 < rounds) prefetch(n + 1);
       Batch& b = batches[n % 2][rank];
-      const uint64_t failed = p.prefetch_synchronize(kOldest, b.statuses);
-      if (failed == kNotSynchronized) scheduler.fail("a batch was not synchronized");
+      const uint64_t failed = p.prefetch_wait(kOldest, b.statuses);
+      if (failed == kNotWaited) scheduler.fail("a batch was not waited for");
       b.check(failed, now, rank, threads);
       // Each thread changes its own rows.
       for (uint32_t i = 0; i < b.wanted.size(); ++i) {
@@ -389,8 +389,8 @@ FW_SCENARIO(batches_grid, "all blocks of a launch prefetch, look at the rows, an
       const uint64_t ticket = b.sequence ? p.write_back_seq(b.first(), b.wanted.size(), b.buffer)
                                          : p.write_back(b.ids, b.wanted.size(), b.buffer);
       if (ticket == kRefused) scheduler.fail("a write was refused");
-      const uint64_t lost = p.write_back_synchronize();
-      if (lost == kNotSynchronized || lost != failed) scheduler.fail("rows were not written");
+      const uint64_t lost = p.write_back_wait();
+      if (lost == kNotWaited || lost != failed) scheduler.fail("rows were not written");
     }
     if (rank == 0) stored = now;
   });
@@ -426,8 +426,8 @@ FW_SCENARIO(batches_order,
       if (stores[n] == kRefused || loads[n] == kRefused) scheduler.fail("a batch was refused");
     }
     for (uint32_t n = 0; n < rounds; ++n) {
-      if (fw::block::prefetch_synchronize(p, loads[n]) != 0) scheduler.fail("rows failed");
-      if (fw::block::write_back_synchronize(p, stores[n]) != 0) scheduler.fail("rows failed");
+      if (fw::block::prefetch_wait(p, loads[n]) != 0) scheduler.fail("rows failed");
+      if (fw::block::write_back_wait(p, stores[n]) != 0) scheduler.fail("rows failed");
       for (uint32_t i = rank_here(); i < rows; i += ranks_here()) {
         if (fw::atomic::load_plain(&loaded[block][n].buffer[i]) != value_of(first + i, n + 1)) {
           scheduler.fail("a load does not see the stores before it, or sees later ones");
@@ -463,16 +463,16 @@ FW_SCENARIO(batches_oldest,
         fw::block::prefetch(p, batches[block].ids, kRows, batches[block].buffer);
     // The first block may ask for its own one: then others must not get it.
     const bool own = by_ticket && block == 0;
-    const uint64_t failed = fw::block::prefetch_synchronize(p, own ? ticket : kOldest);
+    const uint64_t failed = fw::block::prefetch_wait(p, own ? ticket : kOldest);
     if (rank == 0) seen.push_back(failed);
   });
   // One block may have taken the batch that the first one asks for; then the record says so.
-  const bool refused = std::find(seen.begin(), seen.end(), kNotSynchronized) != seen.end();
+  const bool refused = std::find(seen.begin(), seen.end(), kNotWaited) != seen.end();
   if (refused != (engine.noted() != 0)) throw Failure("the record does not say what happened\n");
   if (refused && !by_ticket) throw Failure("a batch was not found\n");
   std::sort(seen.begin(), seen.end());
   if (std::adjacent_find(seen.begin(), seen.end()) != seen.end()) {
-    throw Failure("a batch was synchronized twice\n");
+    throw Failure("a batch was waited for twice\n");
   }
 }
 
@@ -504,7 +504,7 @@ FW_SCENARIO(batches_missing,
   engine.launch(blocks, 1, [&](uint32_t) {
     const uint64_t ticket = engine.pipeline().prefetch_seq(5, 1, batch.buffer);
     if (ticket == kRefused) scheduler.fail("a batch was refused");
-    if (engine.pipeline().prefetch_synchronize(ticket) != 0) scheduler.fail("a batch failed");
+    if (engine.pipeline().prefetch_wait(ticket) != 0) scheduler.fail("a batch failed");
     if (fw::atomic::load_plain(batch.buffer) != value_of(5, 0)) scheduler.fail("a wrong row");
   });
 }
@@ -532,7 +532,7 @@ void look_as_the_host(const fw::batch::direction& d) {
 
 FW_SCENARIO(batches_late,
             "the engine is late: waits fail at once until it answers or the host has looked, and "
-            "a batch that was not synchronized is waited for again") {
+            "a batch that was not waited for is waited for again") {
   Setup setup = draw_setup(run);
   setup.bad_percent = 0;
   setup.stop_after = 0;
@@ -544,8 +544,8 @@ FW_SCENARIO(batches_late,
   uint64_t ticket = kRefused;
   const auto& p = engine.pipeline();
   const auto in_vain = [&] {
-    if (fw::block::prefetch_synchronize(p, ticket) != kNotSynchronized) {
-      scheduler.fail("a batch was synchronized that nobody has moved");
+    if (fw::block::prefetch_wait(p, ticket) != kNotWaited) {
+      scheduler.fail("a batch was waited for that nobody has moved");
     }
   };
   engine.launch(1, warps, [&](uint32_t) {
@@ -567,11 +567,11 @@ FW_SCENARIO(batches_late,
       };
       check_time(0, setup.timeout_ns / 2, fill);
       engine.reads().resume();
-      uint64_t failed = kNotSynchronized;
-      for (uint32_t n = 0; failed == kNotSynchronized; ++n) {
-        if (n > 1000) scheduler.fail("a batch is not synchronized, however often it is asked for");
+      uint64_t failed = kNotWaited;
+      for (uint32_t n = 0; failed == kNotWaited; ++n) {
+        if (n > 1000) scheduler.fail("a batch is not waited for, however often it is asked for");
         fw::base::pause(1000);
-        failed = fw::block::prefetch_synchronize(p, ticket);
+        failed = fw::block::prefetch_wait(p, ticket);
       }
       if (failed != 0) scheduler.fail("rows failed");
     }
@@ -584,10 +584,10 @@ FW_SCENARIO(batches_late,
   engine.launch(1, warps, [&](uint32_t) {
     if (host_looks) {
       look_as_the_host(*p.reads);
-      if (fw::block::prefetch_synchronize(p, ticket) != 0) scheduler.fail("a batch was given up");
+      if (fw::block::prefetch_wait(p, ticket) != 0) scheduler.fail("a batch was given up");
     } else {
       for (uint32_t n = 0; n < 2; ++n) {
-        if (fw::block::prefetch_synchronize(p) != 0) scheduler.fail("a batch was given up");
+        if (fw::block::prefetch_wait(p) != 0) scheduler.fail("a batch was given up");
       }
     }
     for (uint32_t i = rank_here(); i < 6; i += ranks_here()) {
@@ -598,7 +598,7 @@ FW_SCENARIO(batches_late,
     for (uint32_t n = 0; n < 6; ++n) {
       const uint64_t next = fw::block::prefetch_seq(p, n, 4, other.buffer);
       if (next == kRefused) scheduler.fail("a batch was refused");
-      if (fw::block::prefetch_synchronize(p, next) != 0) scheduler.fail("a batch was given up");
+      if (fw::block::prefetch_wait(p, next) != 0) scheduler.fail("a batch was given up");
     }
   });
 }
@@ -629,8 +629,8 @@ FW_SCENARIO(batches_full,
       look_as_the_host(*p.reads);
       check_time(setup.timeout_ns, kNobody, in_vain);
     }
-    for (uint32_t n = 0; fw::block::prefetch_synchronize(p) == kNotSynchronized; ++n) {
-      if (n > 20) scheduler.fail("a batch is not synchronized, however often it is waited for");
+    for (uint32_t n = 0; fw::block::prefetch_wait(p) == kNotWaited; ++n) {
+      if (n > 20) scheduler.fail("a batch is not waited for, however often it is waited for");
     }
     // A slot is free; and then none is, in another state of the tickets.
     if (begin(0) == kRefused) scheduler.fail("a batch was refused although a slot is free");

@@ -55,7 +55,7 @@ class Files {
   // All lanes of a warp. What they have appended is in the storage afterwards.
   void sync(Thread& t) {
     scheduler.current()->doing = "sync";
-    const int64_t got = fw::warp::sync(file_, 0, file_.capacity());
+    const int64_t got = fw::warp::flush(file_, 0, file_.capacity());
     if (got < 0) return accept(got, 0, fw::kFileIo);
     for (uint32_t n = 0; n < kEachMax; ++n) {
       const Appended& mine = appended_[t.index * kEachMax + n];

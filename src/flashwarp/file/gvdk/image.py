@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from flashwarp import _native, endings
+from flashwarp._names import renamed
 from flashwarp.config import flag, integer, parse_bytes
 from flashwarp.errors import (
     ArgumentError,
@@ -64,6 +65,7 @@ _log = logging.getLogger(__name__)
 _PAUSE_MS = 60_000
 
 
+@renamed
 class Gvdk(Storage):
     """An image: a file that knows its size, what was written since the last sync, and its blocks.
 
@@ -95,7 +97,7 @@ class Gvdk(Storage):
     Notes
     -----
     Any number of threads may call. A write returns when its bytes are in the page cache or on the
-    disk; `sync` makes all of them durable, and so does `flush` of an array on it. The first writes
+    disk; `flush` makes all of them durable, and so does `flush` of an array on it. The first writes
     after a sync take longer, because they note durably what will be written.
 
     After a crash, the next open finds what was synced. `recovered` says what was written since.
@@ -105,7 +107,7 @@ class Gvdk(Storage):
     >>> from flashwarp.file.gvdk import Gvdk
     >>> with Gvdk.create("table.gvdk", "1 MiB", preallocate=False) as image:
     ...     image.write(5000, b"flash")
-    ...     image.sync()
+    ...     image.flush()
     >>> with Gvdk("table.gvdk") as image:
     ...     image.size, image.read(5000, 5), image.recovered
     (1048576, b'flash', None)
@@ -214,6 +216,7 @@ class Gvdk(Storage):
     # Making images.
 
     @classmethod
+    @renamed
     def create(
         cls,
         path: files.PathLike,
@@ -321,7 +324,7 @@ class Gvdk(Storage):
                     if read_only:
                         image._header = replace(image._header, writable=False)
                         image._marked = True  # so that the sync writes a header
-                    image.sync()
+                    image.flush()
                 draft.publish()
 
     def export(self, path: files.PathLike, *, overwrite: bool = False) -> None:
@@ -374,7 +377,7 @@ class Gvdk(Storage):
     # Changing.
 
     def resize(self, size: int) -> None:
-        """Move the end of the data within the capacity. Durable after `sync`.
+        """Move the end of the data within the capacity. Durable after `flush`.
 
         No transfer of the bytes that go away may be under way. What comes is zeros.
 
@@ -390,7 +393,7 @@ class Gvdk(Storage):
         self._size = size
 
     def note_size(self, size: int) -> None:
-        """Move the end to where data was written already, or cut already; durable after `sync`."""
+        """Move the end to where data was written already, or cut already; durable after `flush`."""
         self._check_writable()
         self._size = integer("size", size, 0, self.capacity)
 
@@ -424,9 +427,9 @@ class Gvdk(Storage):
                 raise files.write_error(error, image.path) from error
             image._header = larger
             image._marked = True
-            image.sync()
+            image.flush()
 
-    def sync(self) -> None:
+    def flush(self) -> None:
         """Make all writes and the size durable; returns when the storage has flushed.
 
         Raises
@@ -439,10 +442,6 @@ class Gvdk(Storage):
         self._check_open()
         with typed_errors("sync"):
             self._sync()
-
-    def flush(self) -> None:
-        """Do the same as `sync`."""
-        self.sync()
 
     def _sync(self) -> None:
         if not self.writable:
@@ -491,7 +490,7 @@ class Gvdk(Storage):
 
     def _flush_disk(self) -> None:
         try:
-            self._disk.sync()
+            self._disk.flush()
         except OSError as error:
             # Linux forgets what it could not write, so the next sync would succeed.
             self._broken = error
@@ -530,7 +529,7 @@ class Gvdk(Storage):
             if end > self.size:
                 self.discard(max(begin, self.size), end - max(begin, self.size))
         self._marked = True
-        self.sync()
+        self.flush()
         with typed_errors("sync"):
             clear_torn_marks(self._disk, self._header, self._sealer)
         _log.info("%s: recovered what was synced; %s", self._file, recovered)
@@ -544,7 +543,7 @@ class Gvdk(Storage):
         """
         self._check_open()
         if self.writable:
-            self.sync()
+            self.flush()
         with self._lock, typed_errors("verify"):
             return inspect(self._disk, self._sealer, self._file)
 

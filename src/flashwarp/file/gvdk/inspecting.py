@@ -118,7 +118,7 @@ def clear_torn_marks(disk: Disk, header: Header, sealer: Sealer) -> None:
         data = disk.read(place, PAGE)
         if any(data) and Page.unpack(data, MARKS, index, header.identity, sealer) is None:
             disk.write(place, bytes(PAGE))
-    disk.sync()
+    disk.flush()
 
 
 def inspect(disk: Disk, sealer: Sealer, path: str) -> Report:

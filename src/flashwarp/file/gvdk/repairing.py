@@ -65,11 +65,11 @@ def _repaired(disk: Disk, sealer: Sealer, path: str) -> Report:
             kept, used = _kept(disk, header, tables, path, lost)
             root = tables.write(kept, used, generation, all_there_are=True)
             header = replace(header, root=root)
-        disk.sync()
+        disk.flush()
         header = replace(header, generation=generation)
         for copy in range(HEADERS):
             disk.write(copy * PAGE, header.pack(sealer))
-            disk.sync()
+            disk.flush()
         clear_torn_marks(disk, header, sealer)
     return Report(found.problems, tuple(sorted(lost)))
 

@@ -55,7 +55,7 @@ class Disk:
         """Store bytes."""
         _native.write_file(self.fd, offset, data)
 
-    def sync(self) -> None:
+    def flush(self) -> None:
         """Make all bytes of the file durable."""
         os.fdatasync(self.fd)
 

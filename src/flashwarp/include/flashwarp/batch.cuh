@@ -3,9 +3,9 @@
 //   fw::pipeline<float> p;                       // a kernel's parameter; on the host fw.Pipeline
 //   p.prefetch(ids, n, next);                    // rows of the storage -> memory; returns at once
 //   compute(now);
-//   p.prefetch_synchronize();                    // the oldest batch is there
+//   p.prefetch_wait();                           // the oldest batch is there
 //   p.write_back(ids, n, now);                   // memory -> rows of the storage
-//   p.write_back_synchronize();
+//   p.write_back_wait();
 //
 // The methods are calls of the whole launch: all threads of all its blocks call them with the same
 // arguments, and they end in a barrier of the launch. So all its blocks must run at a time, as
@@ -13,17 +13,17 @@
 // threads call them with the same arguments, and each block has batches of its own. In a launch of
 // one block both are the same.
 //
-// prefetch and write_back return a ticket, or batch::kRefused. `synchronize` takes the ticket;
-// without one it takes the oldest batch of the direction that nobody has synchronized. It returns
+// prefetch and write_back return a ticket, or batch::kRefused. `*_wait` takes the ticket;
+// without one it takes the oldest batch of the direction that nobody has waited for. It returns
 // how many rows failed, and stores the NVMe status of each row if you give it an array of uint16_t,
 // one for each row. Rows that failed to arrive are zeros; other rows and later batches are not
-// affected. A batch that is not synchronized keeps its slot, also after the launch.
+// affected. A batch that is not waited for keeps its slot, also after the launch.
 //
 // A batch sees the rows that were written by batches that its block had submitted before, or had
 // seen the ticket of, and no later ones. Nobody need wait in between.
 //
 // Ids are integers of 32 or 64 bits. The call copies them, so they may change when it returns. The
-// buffer is the engine's until the batch is synchronized. A batch that is longer than a slot takes
+// buffer is the engine's until the batch is waited for. A batch that is longer than a slot takes
 // several. What a call cannot do, and a wait that runs out of time, is raised by the host.
 #pragma once
 
@@ -51,9 +51,9 @@ FW_DEVICE uint64_t prefetch_seq(const pipeline<T>& p, uint64_t start, uint64_t n
 }
 
 template <typename T>
-FW_DEVICE uint64_t prefetch_synchronize(const pipeline<T>& p, uint64_t ticket = batch::kOldest,
-                                        uint16_t* statuses = nullptr) {
-  return batch::synchronize(*p.reads, ticket, statuses);
+FW_DEVICE uint64_t prefetch_wait(const pipeline<T>& p, uint64_t ticket = batch::kOldest,
+                                 uint16_t* statuses = nullptr) {
+  return batch::wait(*p.reads, ticket, statuses);
 }
 
 // If an id occurs more than once, one of its rows is kept.
@@ -72,10 +72,10 @@ FW_DEVICE uint64_t write_back_seq(const pipeline<T>& p, uint64_t start, uint64_t
 }
 
 template <typename T>
-FW_DEVICE uint64_t write_back_synchronize(const pipeline<T>& p, uint64_t ticket = batch::kOldest,
-                                          uint16_t* statuses = nullptr) {
+FW_DEVICE uint64_t write_back_wait(const pipeline<T>& p, uint64_t ticket = batch::kOldest,
+                                   uint16_t* statuses = nullptr) {
   static_assert(!pipeline<T>::kReadOnly, "fw::pipeline<const T> only reads: take fw::pipeline<T>");
-  return batch::synchronize(*p.writes, ticket, statuses);
+  return batch::wait(*p.writes, ticket, statuses);
 }
 
 }  // namespace block
@@ -96,10 +96,10 @@ struct pipeline {
     return batch::meet(*reads, batch::kRefused,
                        [&] { return block::prefetch_seq(*this, start, n, to); });
   }
-  FW_DEVICE uint64_t prefetch_synchronize(uint64_t ticket = batch::kOldest,
-                                          uint16_t* statuses = nullptr) const {
-    return batch::meet(*reads, batch::kNotSynchronized,
-                       [&] { return block::prefetch_synchronize(*this, ticket, statuses); });
+  FW_DEVICE uint64_t prefetch_wait(uint64_t ticket = batch::kOldest,
+                                   uint16_t* statuses = nullptr) const {
+    return batch::meet(*reads, batch::kNotWaited,
+                       [&] { return block::prefetch_wait(*this, ticket, statuses); });
   }
   template <typename Id>
   FW_DEVICE uint64_t write_back(const Id* ids, uint64_t n, const value_type* from) const {
@@ -110,10 +110,10 @@ struct pipeline {
     return batch::meet(*writes, batch::kRefused,
                        [&] { return block::write_back_seq(*this, start, n, from); });
   }
-  FW_DEVICE uint64_t write_back_synchronize(uint64_t ticket = batch::kOldest,
-                                            uint16_t* statuses = nullptr) const {
-    return batch::meet(*writes, batch::kNotSynchronized,
-                       [&] { return block::write_back_synchronize(*this, ticket, statuses); });
+  FW_DEVICE uint64_t write_back_wait(uint64_t ticket = batch::kOldest,
+                                     uint16_t* statuses = nullptr) const {
+    return batch::meet(*writes, batch::kNotWaited,
+                       [&] { return block::write_back_wait(*this, ticket, statuses); });
   }
 };
 static_assert(sizeof(pipeline<float>) == 16);

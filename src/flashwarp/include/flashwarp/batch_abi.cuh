@@ -59,18 +59,17 @@ FW_DEVICE_C uint64_t fw_block_write_back_seq(const void* p, uint64_t start, uint
 }
 
 // `statuses` may be null.
-FW_DEVICE_C uint64_t fw_prefetch_synchronize(const void* p, uint64_t ticket, void* statuses) {
-  return fw::c_abi::pipeline_at(p).prefetch_synchronize(ticket, static_cast<uint16_t*>(statuses));
+FW_DEVICE_C uint64_t fw_prefetch_wait(const void* p, uint64_t ticket, void* statuses) {
+  return fw::c_abi::pipeline_at(p).prefetch_wait(ticket, static_cast<uint16_t*>(statuses));
 }
-FW_DEVICE_C uint64_t fw_block_prefetch_synchronize(const void* p, uint64_t ticket, void* statuses) {
-  return fw::block::prefetch_synchronize(fw::c_abi::pipeline_at(p), ticket,
-                                         static_cast<uint16_t*>(statuses));
+FW_DEVICE_C uint64_t fw_block_prefetch_wait(const void* p, uint64_t ticket, void* statuses) {
+  return fw::block::prefetch_wait(fw::c_abi::pipeline_at(p), ticket,
+                                  static_cast<uint16_t*>(statuses));
 }
-FW_DEVICE_C uint64_t fw_write_back_synchronize(const void* p, uint64_t ticket, void* statuses) {
-  return fw::c_abi::pipeline_at(p).write_back_synchronize(ticket, static_cast<uint16_t*>(statuses));
+FW_DEVICE_C uint64_t fw_write_back_wait(const void* p, uint64_t ticket, void* statuses) {
+  return fw::c_abi::pipeline_at(p).write_back_wait(ticket, static_cast<uint16_t*>(statuses));
 }
-FW_DEVICE_C uint64_t fw_block_write_back_synchronize(const void* p, uint64_t ticket,
-                                                     void* statuses) {
-  return fw::block::write_back_synchronize(fw::c_abi::pipeline_at(p), ticket,
-                                           static_cast<uint16_t*>(statuses));
+FW_DEVICE_C uint64_t fw_block_write_back_wait(const void* p, uint64_t ticket, void* statuses) {
+  return fw::block::write_back_wait(fw::c_abi::pipeline_at(p), ticket,
+                                    static_cast<uint16_t*>(statuses));
 }

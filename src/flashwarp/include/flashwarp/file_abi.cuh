@@ -42,11 +42,11 @@ FW_FILE_FUNCTIONS(file_warp_, fw::warp)
 FW_FILE_FUNCTIONS(file_block_, fw::block)
 #undef FW_FILE_FUNCTIONS
 
-FW_DEVICE_C int64_t fw_file_warp_sync(const void* f, uint64_t offset, uint64_t n) {
-  return fw::warp::sync(fw::c_abi::file_at(f), offset, n);
+FW_DEVICE_C int64_t fw_file_warp_flush(const void* f, uint64_t offset, uint64_t n) {
+  return fw::warp::flush(fw::c_abi::file_at(f), offset, n);
 }
-FW_DEVICE_C int64_t fw_file_block_sync(const void* f, uint64_t offset, uint64_t n) {
-  return fw::block::sync(fw::c_abi::file_at(f), offset, n);
+FW_DEVICE_C int64_t fw_file_block_flush(const void* f, uint64_t offset, uint64_t n) {
+  return fw::block::flush(fw::c_abi::file_at(f), offset, n);
 }
 FW_DEVICE_C uint64_t fw_file_size(const void* f) { return fw::c_abi::file_at(f).size(); }
 FW_DEVICE_C uint64_t fw_file_capacity(const void* f) { return fw::c_abi::file_at(f).capacity(); }

@@ -82,7 +82,7 @@ class plain {
 // evicts a line that may be used again. If the storage cannot be read in place, this is `cached`.
 class cached_or_in_place {
  public:
-  // `entries` is the storage of an array on the in-place path that no thread writes.
+  // `entries` is the storage of an array on the in-place route that no thread writes.
   FW_DEVICE cached_or_in_place(const array<const uint32_t>& a, const uint32_t* entries,
                                uint64_t fill_from)
       : cached_(a), in_place_(entries), array_(a), fill_from_(fill_from) {}

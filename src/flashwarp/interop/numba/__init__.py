@@ -9,12 +9,12 @@
 
 `data[i]`, `data[i, j]`, `data[i] = v`, `len(data)`, `data.shape`, `data.size` and `data.ndim` work
 as with numpy arrays, negative indices too; an index out of bounds reads zero, stores nothing and is
-raised by `Array.synchronize`. The device headers are linked as LTO-IR, so a load that hits is a few
+raised by `Array.wait`. The device headers are linked as LTO-IR, so a load that hits is a few
 instructions of the kernel itself. Kernels compile without a GPU.
 
 A `flashwarp.File` has the methods `read(buffer, offset, nbytes)`, `write(buffer, offset, nbytes)`,
 `append(buffer, nbytes)`, `size()` and `capacity()`. With `warp_` or `block_` before their names,
-they are calls of a whole warp or block, as is `sync(offset, nbytes)`. They return what they return
+they are calls of a whole warp or block, as is `flush(offset, nbytes)`. They return what they return
 in C++, but that an append returns where its bytes begin.
 """
 

@@ -117,7 +117,7 @@ def _typed_sequence(name: str, stores: bool) -> Callable[..., Any]:
     return typed
 
 
-def _typed_synchronize(name: str, stores: bool) -> Callable[..., Any]:
+def _typed_wait(name: str, stores: bool) -> Callable[..., Any]:
     def typed(kind: PipelineType, args: Sequence[Any]) -> Any:
         if len(args) > 2:
             raise TypingError(f"{name}(ticket, statuses), or without either")
@@ -182,13 +182,13 @@ def _lower_sequence(name: str) -> Callable[..., Any]:
     return lower
 
 
-def _lower_synchronize(name: str) -> Callable[..., Any]:
+def _lower_wait(name: str) -> Callable[..., Any]:
     def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
         ticket = args[1] if len(args) > 1 else ir.Constant(_WORD, _OLDEST)
         statuses: Any = ir.Constant(_BYTES, None)
         if len(args) > 2:
             statuses = _data(context, builder, sig.args[2], args[2])
-        return _call(context, builder, f"fw_{name}_synchronize", args[0], ticket, statuses)
+        return _call(context, builder, f"fw_{name}_wait", args[0], ticket, statuses)
 
     return lower
 
@@ -209,7 +209,7 @@ def _methods() -> dict[str, Any]:
             ways = (
                 (f"{scope}{move}", _typed_move, _lower_move),
                 (f"{scope}{move}_seq", _typed_sequence, _lower_sequence),
-                (f"{scope}{move}_synchronize", _typed_synchronize, _lower_synchronize),
+                (f"{scope}{move}_wait", _typed_wait, _lower_wait),
             )
             for name, typing, lowering in ways:
                 key = f"flashwarp.pipeline.{name}"

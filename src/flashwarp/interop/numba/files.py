@@ -116,7 +116,7 @@ def _typed_append(name: str) -> Callable[..., Any]:
     return typed
 
 
-def _typed_sync(name: str) -> Callable[..., Any]:
+def _typed_flush(name: str) -> Callable[..., Any]:
     def typed(kind: FileType, args: Sequence[Any]) -> Any:
         if len(args) != 2:
             raise TypingError(f"{name}(offset, nbytes)")
@@ -184,7 +184,7 @@ def _methods() -> dict[str, Any]:
             ways[f"{scope}{verb}"] = _typed_transfer(f"{scope}{verb}", stores=True)
         ways[f"{scope}append"] = _typed_append(f"{scope}append")
         if scope:
-            ways[f"{scope}sync"] = _typed_sync(f"{scope}sync")
+            ways[f"{scope}flush"] = _typed_flush(f"{scope}flush")
     for fact in ("size", "capacity"):
         ways[fact] = _typed_fact(fact)
     found: dict[str, Any] = {"key": FileType}

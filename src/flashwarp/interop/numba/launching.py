@@ -84,7 +84,7 @@ class Kernel:
     """A kernel of numba-cuda whose launches take arrays' turns; made by `jit`.
 
     Launch it as ``kernel[blocks, threads, stream](...)``. What numba's dispatcher offers besides is
-    here under the same names. The launch does not wait: `Array.synchronize` does, and raises what
+    here under the same names. The launch does not wait: `Array.wait` does, and raises what
     went wrong.
     """
 

@@ -126,7 +126,7 @@ class ActivationStore:
         if count > self._pinned.buffers:
             raise ArgumentError(
                 f"a tensor of {flat.nbytes} bytes exceeds the {self._pinned.budget_bytes} bytes of "
-                "host memory for saved tensors: raise host="
+                "host memory for saved tensors: raise host_memory="
             )
         with self._lock:
             self._check_usable()
@@ -240,7 +240,7 @@ class ActivationStore:
             number = error.errno or errno.EIO
             hint = ""
             if number in (errno.ENOSPC, errno.EDQUOT):
-                hint = ": make room, name another folder, or raise host="
+                hint = ": make room, name another folder, or raise host_memory="
             raise StorageError(
                 number,
                 f"saved tensors: {os.strerror(number)}{hint}",
@@ -376,8 +376,8 @@ class ActivationStore:
             if waited >= self._limit_s:
                 raise WaitTimeout(
                     f"waited {waited:.1f} s for {what} (limit {self._limit_s:g} s): the disk of "
-                    f"{self._folder} is too slow, or host= has no room for what one node of the "
-                    "graph needs"
+                    f"{self._folder} is too slow, or host_memory= has no room for what one node of "
+                    "the graph needs"
                 )
             self._lock.wait(_PAUSE_S)
         self.waited_s += clock.look()

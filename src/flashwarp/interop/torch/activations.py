@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flashwarp import endings
+from flashwarp._names import renamed
 from flashwarp.config import integer, parse_bytes
 from flashwarp.device import resolve
 from flashwarp.endings import Closing
@@ -53,10 +54,11 @@ class ActivationStats:
     """Whether the file is written and read past the page cache."""
 
 
+@renamed
 def offload_activations(
     folder: str | os.PathLike[str],
     *,
-    host: int | str = "1 GiB",
+    host_memory: int | str = "1 GiB",
     ahead: int | str = "256 MiB",
     least: int | str = "1 MiB",
     threads: int = 4,
@@ -73,7 +75,7 @@ def offload_activations(
     ----------
     folder : path-like
         Of the file, which has no name: nothing is left over, even if the process is killed.
-    host : int or str
+    host_memory : int or str
         Most bytes of pinned host memory.
     ahead : int or str
         Most bytes of device memory for tensors that are back before they are used.
@@ -93,7 +95,7 @@ def offload_activations(
     Raises
     ------
     ArgumentError
-        A tensor is larger than `host`: raised by forward.
+        A tensor is larger than `host_memory`: raised by forward.
     StorageError, PathError
         The file cannot be written, as when the disk is full: raised by forward, before anything
         that was saved is lost. Or it cannot be read: raised by backward.
@@ -117,15 +119,15 @@ def offload_activations(
     >>> layer = torch.nn.Linear(64, 64)
     >>> x = torch.ones(1000, 64, requires_grad=True)
     >>> with flashwarp.torch.offload_activations(
-    ...     tempfile.gettempdir(), host="8 MiB", least="64 KiB", device="cpu"
+    ...     tempfile.gettempdir(), host_memory="8 MiB", least="64 KiB", device="cpu"
     ... ) as offloaded:
     ...     layer(x).relu().square().sum().backward()
-    >>> offloaded.stats().saved > 0
+    >>> offloaded.stats.saved > 0
     True
     """
     return ActivationOffload(
         os.fspath(folder),
-        parse_bytes(host, "host"),
+        parse_bytes(host_memory, "host_memory"),
         parse_bytes(ahead, "ahead"),
         parse_bytes(least, "least"),
         integer("threads", threads, 1, 64),
@@ -198,8 +200,9 @@ class ActivationOffload(Closing):
             self._known.clear()
         self._store.close()
 
+    @property
     def stats(self) -> ActivationStats:
-        """Return what was done so far."""
+        """What was done so far."""
         store = self._store
         return ActivationStats(
             store.saved, store.saved_bytes, store.written_bytes, store.read_bytes,

@@ -335,7 +335,7 @@ class Embedding(_TableModule):
         ------
         BoundsError
             On the CPU device, for an id below 0 or past the last row. On a GPU its row is zero, and
-            the next call on the array, `Array.check` or `Array.synchronize` raises.
+            the next call on the array, `Array.check` or `Array.wait` raises.
         IndexDtypeError, ArgumentError
             For ids of another dtype or on another device.
         ClosedError

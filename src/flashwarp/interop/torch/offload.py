@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flashwarp._names import renamed
 from flashwarp.cache.cache import Cache
 from flashwarp.config import flag, integer, parse_bytes
 from flashwarp.device import Device, resolve
@@ -21,7 +22,7 @@ from flashwarp.endings import Closing
 from flashwarp.errors import ClosedError
 from flashwarp.interop.torch.offloading.modules import device_of, refuse_ties, tables_of
 from flashwarp.interop.torch.offloading.plan import Need, Plan
-from flashwarp.interop.torch.offloading.report import OffloadReport, TableReport
+from flashwarp.interop.torch.offloading.stats import OffloadStats, TableStats
 from flashwarp.interop.torch.offloading.table import ModelTable, OpenedTable
 from flashwarp.interop.torch.offloading.tensors import find_tensors
 from flashwarp.interop.torch.offloading.weight import TableWeight
@@ -31,13 +32,14 @@ from flashwarp.storage.safetensors import Checkpoint, Tensor, read_checkpoint
 __all__ = ["Offloaded", "offload"]
 
 
+@renamed
 def offload(
     model: torch.nn.Module,
     pattern: str | Sequence[str],
     files: Checkpoint,
     *,
-    ram: int | str = "2 GiB",
-    gpu: int | str = "1 GiB",
+    host_memory: int | str = "2 GiB",
+    gpu_memory: int | str = "1 GiB",
     device: Device | str | None = None,
     names: Mapping[str, str | Sequence[str]] | None = None,
     rows_per_step: int | None = None,
@@ -59,11 +61,11 @@ def offload(
         that contains tables stands for all of them.
     files : path-like or sequence of path-like
         The checkpoint: its folder, its index, or its ``.safetensors`` files.
-    ram : int or str
+    host_memory : int or str
         Most bytes of host memory: pinned pages of files, buffers of rings, and a tier of lines that
         left the cache. Tables that fit are read in place. The kernel's page cache beyond that is
         not counted, since the kernel reclaims it. On the CPU device the cache counts here too.
-    gpu : int or str
+    gpu_memory : int or str
         Most bytes of GPU memory, for one cache that all tables share and what belongs to it.
     device : Device or str, optional
         Where rows are looked up. Default: where the parameters of the model are, else the first GPU
@@ -73,9 +75,9 @@ def offload(
         the module's name and ``.weight``, with or without the usual prefixes (``model.``,
         ``language_model.``), or its parts ``.shard_0.weight``, ``.shard_1.weight`` and so on.
     rows_per_step : int, optional
-        Rows that a step looks up in all tables together, to be checked against `gpu` now. Longer
-        lookups then pass their rows through the cache in turn. Default: each eager lookup is
-        checked, and refused if the cache cannot hold its rows.
+        Rows that a step looks up in all tables together, to be checked against `gpu_memory` now.
+        Longer lookups then pass their rows through the cache in turn. Default: each eager lookup
+        is checked, and refused if the cache cannot hold its rows.
     line : int or str, optional
         Bytes of a line. Default: the least that holds the longest row, from 512 to 4096.
     policy : str or Policy
@@ -98,8 +100,8 @@ def offload(
     DtypeError
         If rows of the tensor's dtype cannot be looked up.
     CacheError
-        If `ram` or `gpu` is less than the tables need, or than `rows_per_step` does; the message
-        has the number of bytes that suffice.
+        If `host_memory` or `gpu_memory` is less than the tables need, or than `rows_per_step` does;
+        the message has the number of bytes that suffice.
 
     Notes
     -----
@@ -128,7 +130,7 @@ def offload(
     find_tensors(tables, read_checkpoint(files), {} if names is None else names)
     where = resolve(device_of(model) if device is None else device)
     need = Need.of(tables, line)
-    limits = parse_bytes(ram, "ram"), parse_bytes(gpu, "gpu")
+    limits = parse_bytes(host_memory, "host_memory"), parse_bytes(gpu_memory, "gpu_memory")
     plan = Plan(where, need, *limits, policy, flag("immutable", immutable))
     if rows_per_step is not None:
         plan.check_rows(integer("rows_per_step", rows_per_step, 1, 1 << 40))
@@ -140,6 +142,7 @@ def offload(
     return offloaded
 
 
+@renamed
 class Offloaded(Closing):
     """The tables of a model that `offload` left in its checkpoint.
 
@@ -199,25 +202,26 @@ class Offloaded(Closing):
             for each in weights:
                 each.left_out = False
 
-    def report(self) -> OffloadReport:
-        """Return what the tables did since they were offloaded; waits for lookups that run."""
+    @property
+    def stats(self) -> OffloadStats:
+        """What the tables did since they were offloaded; waits for lookups that run."""
         if self._closed:
-            raise ClosedError("the tables are closed: ask for the report before")
-        reports = []
+            raise ClosedError("the tables are closed: ask for the stats before")
+        tables = []
         for table, weight in zip(self._tables, self._weights, strict=True):
             array = self.tables[table.name]
-            stats = array.stats
-            reports.append(
-                TableReport(
+            counts = array.stats
+            tables.append(
+                TableStats(
                     name=table.name,
                     rows=int(table.weight.shape[0]),
                     row_bytes=table.row_bytes,
-                    path=array.controller.path,
-                    hits=stats.hits,
-                    misses=stats.misses,
-                    bytes_looked_up=stats.bytes_used,
-                    bytes_from_storage=stats.bytes_read,
-                    bytes_from_host=stats.tier_hits * self.cache.line_bytes,
+                    route=array.service.route,
+                    hits=counts.hits,
+                    misses=counts.misses,
+                    bytes_looked_up=counts.bytes_used,
+                    bytes_from_storage=counts.bytes_read,
+                    bytes_from_host=counts.tier_hits * self.cache.line_bytes,
                     seconds_per_lookup=weight.clock.mean(),
                 )
             )
@@ -225,13 +229,13 @@ class Offloaded(Closing):
         pinned = sum(
             table.pinned_bytes
             for table in self._tables
-            if self.tables[table.name].controller.path == "in_place"
+            if self.tables[table.name].service.route == "in_place"
         )
-        host = plan.rings + self.cache.host_capacity + pinned
-        return OffloadReport(
-            tuple(reports),
+        host = plan.rings + self.cache.host_memory + pinned
+        return OffloadStats(
+            tuple(tables),
             gpu_bytes=held + plan.fixed if plan.on_gpu else 0,
-            ram_bytes=host if plan.on_gpu else held,
+            host_bytes=host if plan.on_gpu else held,
         )
 
     def close(self) -> None:

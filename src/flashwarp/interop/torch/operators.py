@@ -52,7 +52,7 @@ def gather(array: Array, idx: torch.Tensor, out: torch.Tensor | None = None) -> 
     ------
     BoundsError
         On the CPU device, for an index that is out of bounds. On a GPU the row of such an index is
-        zero, and the next call on the array, `Array.check` or `Array.synchronize` raises.
+        zero, and the next call on the array, `Array.check` or `Array.wait` raises.
     ArgumentError
         For operands that do not fit, and for an `out` that requires a gradient while gradients are
         recorded: rows are data, through which no gradient flows into the array.

@@ -348,8 +348,8 @@ class NeighborSampler(Closing):
         else:
             found = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
             found.copy_(counts, non_blocking=True)
-        self.neighbours.synchronize(stream)
-        self.offsets.synchronize(stream)
+        self.neighbours.wait(stream)
+        self.offsets.wait(stream)
         listed: list[int] = found.tolist()
         return listed
 

@@ -19,7 +19,7 @@ __all__ = ["KNOWN_VERSIONS", "register"]
 KNOWN_VERSIONS = ("0.33.0",)
 
 _TABLES = "FLASHWARP_VLLM_TABLES"
-_RAM, _GPU = "FLASHWARP_VLLM_RAM", "FLASHWARP_VLLM_GPU"
+_HOST, _GPU = "FLASHWARP_VLLM_HOST_MEMORY", "FLASHWARP_VLLM_GPU_MEMORY"
 
 _ABSTRACT = "vllm.models.qwen4_exp.common.ngram_embedding"
 # Who makes the tables, by classes that it has imported under these names.
@@ -38,8 +38,8 @@ def register() -> None:
     Its loader does not read their rows, if it is the one that vLLM uses by default.
 
     Does nothing unless the environment has ``FLASHWARP_VLLM_TABLES``, the folder of the checkpoint.
-    ``FLASHWARP_VLLM_RAM`` and ``FLASHWARP_VLLM_GPU`` limit the memory of each table, as `ram` and
-    `gpu` of `flashwarp.torch.offload`. May be called several times.
+    ``FLASHWARP_VLLM_HOST_MEMORY`` and ``FLASHWARP_VLLM_GPU_MEMORY`` limit the memory of each table,
+    as `host_memory` and `gpu_memory` of `flashwarp.torch.offload`. May be called several times.
 
     Raises
     ------
@@ -58,7 +58,10 @@ def register() -> None:
         )
     limits = {
         name: parse_bytes(os.environ.get(variable, default), variable)
-        for name, variable, default in (("ram", _RAM, "2 GiB"), ("gpu", _GPU, "1 GiB"))
+        for name, variable, default in (
+            ("host_memory", _HOST, "2 GiB"),
+            ("gpu_memory", _GPU, "1 GiB"),
+        )
     }
     maker = importlib.import_module(_MAKER)
     if getattr(maker, "flashwarp_tables", None) == (files, limits):

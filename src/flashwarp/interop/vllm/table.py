@@ -26,8 +26,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, to
 def table_class(
     base: type,
     files: str,
-    ram: int | str,
-    gpu: int | str,
+    host_memory: int | str,
+    gpu_memory: int | str,
     device: str | None = None,
     left: Left | None = None,
 ) -> type:
@@ -39,7 +39,7 @@ def table_class(
         vLLM's ``Qwen4ExpPLEEmbedding``.
     files : str
         The checkpoint, as for `flashwarp.torch.offload`.
-    ram, gpu : int or str
+    host_memory, gpu_memory : int or str
         Limits of memory of each table.
     device : str, optional
         Default: the GPU that is torch's current one.
@@ -61,7 +61,7 @@ def table_class(
                     "1, or unset FLASHWARP_VLLM_TABLES"
                 )
             self._ids: torch.Tensor | None = None
-            self._held = _open(prefix, self.weight, files, ram, gpu, device)
+            self._held = _open(prefix, self.weight, files, host_memory, gpu_memory, device)
             if left is not None:
                 left.add(self._held.tables.tensors)
 
@@ -117,8 +117,8 @@ def _open(
     prefix: str,
     weight: torch.Tensor,
     files: str,
-    ram: int | str,
-    gpu: int | str,
+    host_memory: int | str,
+    gpu_memory: int | str,
     device: str | None,
 ) -> _Held:
     """Offload a table whose tensors have the name of vLLM's module."""
@@ -133,7 +133,9 @@ def _open(
         outer.add_module(name, model)
         model = outer
     where = device or f"cuda:{torch.cuda.current_device()}"
-    tables = offload(model, prefix, files, ram=ram, gpu=gpu, device=where)
+    tables = offload(
+        model, prefix, files, host_memory=host_memory, gpu_memory=gpu_memory, device=where
+    )
     stored = {STORED[tensor.dtype][1] for tensor in tables.tensors}
     if stored != {weight.dtype}:
         tables.close()

@@ -18,25 +18,25 @@ namespace fw::batch {
 
 // What the record of a direction says. `where` is the ticket, or the rows of what is too long.
 enum fault : uint32_t {
-  kNoFreeSlot = 1,  // waited for a slot: the batches in all slots were not synchronized
+  kNoFreeSlot = 1,  // waited for a slot: the batches in all slots were not waited for
   kNotDone = 2,     // waited for the engine to end the ticket
   kNotAll = 3,      // waited for the other blocks of the launch to make the same call
   kTooLong = 4,     // more rows than all slots hold, which is `limit`
-  kNoBatch = 5,     // to synchronize: no such batch is in flight
+  kNoBatch = 5,     // to wait for: no such batch is in flight
 };
 
 // Returned in place of a ticket by calls that were refused: the record says why.
 inline constexpr uint64_t kRefused = 0;
 // Stands for the oldest batch in flight.
 inline constexpr uint64_t kOldest = ~uint64_t(0);
-// Returned in place of a number of failed rows, if the batch was not synchronized.
-inline constexpr uint64_t kNotSynchronized = ~uint64_t(0);
+// Returned in place of a number of failed rows, if the batch was not waited for.
+inline constexpr uint64_t kNotWaited = ~uint64_t(0);
 
 // A slot as kernels see it. Zeros: never used. A batch of several parts has a chain of slots.
 struct alignas(32) slot_state {
   uint64_t issued;  // the last batch that begins in this slot, as `issue` makes it
   uint64_t rows;    // of that batch
-  uint32_t held;    // 1: from the submission until the batch was synchronized
+  uint32_t held;    // 1: from the submission until the batch was waited for
   uint32_t next;    // the slot of the batch's next part
   uint64_t reserved;
 };
@@ -45,14 +45,14 @@ FW_CHECK_OFFSET(slot_state, rows, 8);
 FW_CHECK_OFFSET(slot_state, held, 16);
 FW_CHECK_OFFSET(slot_state, next, 20);
 
-// Of a slot: bits 63:16 the ticket, 15 whether somebody synchronizes the batch, 14:0 its parts.
+// Of a slot: bits 63:16 the ticket, 15 whether somebody waits for the batch, 14:0 its parts.
 namespace issue {
 inline constexpr uint64_t kClaimed = 1u << 15;
 inline constexpr uint64_t kParts = kClaimed - 1;
 FW_DEVICE uint64_t word(uint64_t ticket, uint64_t parts) { return ticket << 16 | parts; }
 FW_DEVICE uint64_t ticket_of(uint64_t word) { return word >> 16; }
 FW_DEVICE uint64_t parts_of(uint64_t word) { return word & kParts; }
-// Whether it names a batch that nobody synchronizes.
+// Whether it names a batch that nobody waits for.
 FW_DEVICE bool is_waiting(uint64_t word) { return (word & kClaimed) == 0 && parts_of(word) != 0; }
 }  // namespace issue
 
@@ -190,7 +190,7 @@ FW_DEVICE_NOINLINE void publish(direction& d, uint64_t ticket, uint64_t parts, u
     request& to = d.shared.requests[d.shared.slot(ticket + part)];
     atomic::store_relaxed_system(&to.ready, ticket + part);
   }
-  // Behind the fence: who synchronizes the batch reads its rows and follows its chain.
+  // Behind the fence: who waits for the batch reads its rows and follows its chain.
   atomic::store_relaxed(&d.states[slot].issued, issue::word(ticket, parts));
 }
 
@@ -252,7 +252,7 @@ FW_DEVICE bool wait_for(direction& d, uint64_t ticket, uint32_t slot) {
   return true;
 }
 
-// Finds the oldest batch that nobody synchronizes. Returns its handle; kRefused: there is none. One
+// Finds the oldest batch that nobody waits for. Returns its handle; kRefused: there is none. One
 // thread.
 FW_DEVICE_NOINLINE uint64_t find_oldest(const direction& d) {
   uint64_t before = 0;
@@ -276,7 +276,7 @@ FW_DEVICE_NOINLINE uint64_t find_oldest(const direction& d) {
   }
 }
 
-// Claims a batch: only one block synchronizes it. Returns its handle, or kRefused. One thread.
+// Claims a batch: only one block waits for it. Returns its handle, or kRefused. One thread.
 FW_DEVICE_NOINLINE uint64_t claim(direction& d, uint64_t wanted) {
   while (true) {
     const uint64_t found = wanted == kOldest ? find_oldest(d) : wanted;
@@ -298,7 +298,7 @@ FW_DEVICE_NOINLINE uint64_t claim(direction& d, uint64_t wanted) {
 }
 
 // Waits for all parts of a batch that was claimed. Returns how many rows failed. If the batch does
-// not end in time, a later call may claim it again, and it returns kNotSynchronized. One thread.
+// not end in time, a later call may claim it again, and it returns kNotWaited. One thread.
 FW_DEVICE_NOINLINE uint64_t wait_for_batch(direction& d, uint64_t batch) {
   const uint32_t first = handle::slot_of(batch);
   const uint64_t issued = atomic::load_relaxed(&d.states[first].issued);
@@ -308,7 +308,7 @@ FW_DEVICE_NOINLINE uint64_t wait_for_batch(direction& d, uint64_t batch) {
     if (!wait_for(d, handle::ticket_of(batch) + part, slot)) {
       // Release: see `publish`, whose stores the next claim acquires by this one.
       atomic::store_release(&d.states[first].issued, issued & ~issue::kClaimed);
-      return kNotSynchronized;
+      return kNotWaited;
     }
     // What the engine has stored before `done`: rows, statuses and their count.
     atomic::fence_system();
@@ -349,17 +349,17 @@ FW_DEVICE_NOINLINE void give_back(direction& d, uint64_t batch) {
 }
 
 // Waits for a batch and gives its slots back. Returns how many of its rows failed, and stores the
-// status of each row if the caller wants them; kNotSynchronized if there is no such batch, or it
+// status of each row if the caller wants them; kNotWaited if there is no such batch, or it
 // does not end in time. All threads of a block, with the same arguments.
-FW_DEVICE_NOINLINE uint64_t synchronize(direction& d, uint64_t wanted, uint16_t* statuses) {
+FW_DEVICE_NOINLINE uint64_t wait(direction& d, uint64_t wanted, uint16_t* statuses) {
   const bool leads = block::rank() == 0;
   uint64_t batch = kRefused;
-  uint64_t failed = kNotSynchronized;
+  uint64_t failed = kNotWaited;
   if (leads) batch = claim(d, wanted);
   if (leads && batch != kRefused) failed = wait_for_batch(d, batch);
   // The first thread has acquired what the engine has stored, for all threads of the block.
   failed = block::broadcast(failed);
-  if (failed == kNotSynchronized) return failed;
+  if (failed == kNotWaited) return failed;
   if (statuses != nullptr) copy_statuses(d, block::broadcast(batch), failed == 0, statuses);
   block::sync();
   if (leads) give_back(d, batch);

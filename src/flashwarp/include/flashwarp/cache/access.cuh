@@ -118,8 +118,8 @@ FW_DEVICE miss_outcome serve_by_claims(line_cache& c, volume& v, uint32_t mask, 
     if (status == nvme::kSuccess) {
       if (!kPasses) publish_fill(c, mine.way, mine.word, Op::kStores);
     } else {
-      // On the direct path a command that has not come back may still write the frame, so the frame
-      // stays BUSY.
+      // On the direct route a command that has not come back may still write the frame, so the
+      // frame stays BUSY.
       const bool outstanding = status == nvme::kTimedOut && v.path == nvme::kDirect;
       if (!outstanding) abandon_fill(c, mine.way, mine.word);
       record_error(v, status, nvme::kRead, line);

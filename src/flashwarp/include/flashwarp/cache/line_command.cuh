@@ -1,6 +1,6 @@
 // One NVMe command for one line: submitted, landed, ended.
 //
-// The data path decides what a warp copies. On the direct path the controller reads and writes the
+// The route decides what a warp copies. On the direct route the controller reads and writes the
 // frame itself. Otherwise the warp copies the frame to where a write command finds it (stage), or
 // the data of a read command to the frame (land). Each lane has a line of its own; all lanes copy
 // each of them together.
@@ -116,7 +116,7 @@ FW_DEVICE uint32_t read_frames(const nvme::queue_pair& q, uint32_t mask, uint32_
   return warp::ballot(mask, ours && !nvme::is_current(q, address));
 }
 
-// As read_frames, for the commands that `ended`. On the direct path the data is there already.
+// As read_frames, for the commands that `ended`. On the direct route the data is there already.
 FW_DEVICE_NOINLINE uint32_t land_reads(const line_cache& c, const volume& v,
                                        const nvme::queue_pair& q, uint32_t mask, uint32_t ended,
                                        uint32_t members, const transfer& t, uint64_t address) {

@@ -10,7 +10,7 @@
 // lease.
 //
 // Through the cache goes what has no other way: volumes of several namespaces or parts, and
-// commands on the direct path, which can only fill frames. On that path threads of the CPU device
+// commands on the direct route, which can only fill frames. On that path threads of the CPU device
 // copy what is in the page cache.
 #pragma once
 

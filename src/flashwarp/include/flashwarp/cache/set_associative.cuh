@@ -86,7 +86,7 @@ struct alignas(64) volume {
   uint32_t* replica_writes;  // kReplicated: one word for each frame, see finish_replica
   uint32_t namespace_count;
   uint32_t failed;    // kReplicated: see failure_mark
-  uint32_t path;      // nvme::data_path, when the array was attached
+  uint32_t path;      // nvme::route, when the array was attached
   uint32_t attached;  // 0: gone, or not there yet; see visits.cuh
   queue_span spans[kNamespacesMax];
   failure_log commands;  // the state of the two sequences in `errors`

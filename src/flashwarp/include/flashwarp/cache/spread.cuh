@@ -193,7 +193,7 @@ FW_DEVICE_NOINLINE uint32_t move_lines_spread(line_cache& c, volume& v, uint32_t
     const uint32_t left = move_targets_in_place(c, v, seat, mask, targets, opcode, t);
     const uint32_t got = move_to(c, v, seat, mask, left, opcode, t);
     if (mine) status = got;
-    // On the direct path a command that has not come back may still write the frame.
+    // On the direct route a command that has not come back may still write the frame.
     const bool lost = got == nvme::kTimedOut && v.path == nvme::kDirect;
     const bool again =
         mine && got != nvme::kSuccess && !lost && targets_of(v, seat, opcode, t.line, tried) != 0;

@@ -309,7 +309,7 @@ FW_DEVICE_NOINLINE uint32_t make_durable(cache::line_cache* c, cache::volume* v,
   return status != nvme::kSuccess ? status : cache::flush_namespaces(*c, *v, mask);
 }
 
-// What a sync writes back: [offset, offset + nbytes), as far as the file has it.
+// What a flush writes back: [offset, offset + nbytes), as far as the file has it.
 FW_DEVICE int64_t syncable(const file& f, uint64_t offset, uint64_t nbytes) {
   if ((f.mode & kFileWrite) == 0) return kFileBadMode;
   if (offset >= f.size()) return 0;
@@ -346,7 +346,7 @@ FW_DEVICE int64_t read_around(const file& f, void* to, uint64_t offset, uint64_t
   return detail::file_result(got, uint64_t(n));
 }
 
-// Writes `from` to [offset, offset + nbytes), by one thread. Durable after a sync.
+// Writes `from` to [offset, offset + nbytes), by one thread. Durable after a flush.
 FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
   return detail::write_own<cache::fetch_misses>(f, from, offset, nbytes);
 }
@@ -398,8 +398,8 @@ FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint6
 }
 
 // Returns when the bytes that were written to [offset, offset + nbytes) are durable, with their
-// number. The size that writes and appends have given the file is durable after the host's sync.
-FW_DEVICE int64_t sync(const file& f, uint64_t offset, uint64_t nbytes) {
+// number. The size that writes and appends have given the file is durable after the host's flush.
+FW_DEVICE int64_t flush(const file& f, uint64_t offset, uint64_t nbytes) {
   const uint32_t mask = detail::active_on(f.bytes.volume);
   return detail::sync_file(f, mask, offset,
                            detail::same(mask, detail::syncable(f, offset, nbytes)));
@@ -439,7 +439,7 @@ FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint6
   return block::write(f, from, uint64_t(begin), nbytes);
 }
 
-FW_DEVICE int64_t sync(const file& f, uint64_t offset, uint64_t nbytes) {
+FW_DEVICE int64_t flush(const file& f, uint64_t offset, uint64_t nbytes) {
   const int64_t n = int64_t(broadcast(uint64_t(detail::syncable(f, offset, nbytes))));
   int64_t got = n;
   if (warp_rank() == 0) got = detail::sync_file(f, warp::kFullMask, offset, n);

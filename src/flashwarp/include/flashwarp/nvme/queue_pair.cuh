@@ -15,7 +15,7 @@
 namespace fw::nvme {
 
 // How data gets from the namespace to the device; a property of the controller.
-enum data_path : uint32_t {
+enum route : uint32_t {
   kInPlace = 0,  // the device reads the namespace's memory itself
   kBounce = 1,   // the controller fills the slot's pinned buffer, which the device reads
   kDirect = 2,   // the controller writes device memory

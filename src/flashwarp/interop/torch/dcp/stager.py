@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flashwarp import endings
+from flashwarp._names import renamed
 from flashwarp.config import number, parse_bytes
 from flashwarp.device import TIMEOUT_S, Device, resolve
 from flashwarp.device.memory import align_up
@@ -27,6 +28,7 @@ _TIMEOUT_S_MAX = 1e9
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
+@renamed
 class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
     """Copies a state to host memory for ``dcp.async_save``, by copy engines.
 
@@ -38,11 +40,11 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
 
     The copy lies in one block of pinned memory of a pool. A block is used again only when every
     tensor in it is gone: while a checkpoint is written, or while you hold a part of it, a next
-    `stage` takes another block, or waits if the budget has no room for it.
+    `stage` takes another block, or waits if `host_memory` has no room for it.
 
     Parameters
     ----------
-    budget : int or str
+    host_memory : int or str
         The most staging memory, in bytes. It must hold the state once; twice, if a save begins
         before the one before it is written.
     ordered : bool
@@ -63,7 +65,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
     >>> import flashwarp.dcp
     >>> state = {"weight": torch.arange(4.0)}
     >>> writer = flashwarp.dcp.Writer(tempfile.mkdtemp())
-    >>> with flashwarp.dcp.Stager(budget="1 MiB") as stager:
+    >>> with flashwarp.dcp.Stager(host_memory="1 MiB") as stager:
     ...     saved = dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
     ...     _ = state["weight"].zero_()
     ...     _ = saved.result()
@@ -73,13 +75,13 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
 
     def __init__(
         self,
-        budget: int | str = "8 GiB",
+        host_memory: int | str = "8 GiB",
         *,
         ordered: bool = True,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         check_version()
-        self.budget_bytes = parse_bytes(budget, "budget")
+        self.host_bytes = parse_bytes(host_memory, "host_memory")
         self.ordered = ordered
         self.timeout_s = number("timeout_s", timeout_s, 0, _TIMEOUT_S_MAX)
         self._lock = endings.Lock()
@@ -95,7 +97,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         Raises
         ------
         ArgumentError
-            The state is larger than the budget, or has a tensor of a kind that cannot be copied.
+            The state is larger than `host_memory`, or has a tensor of a kind that cannot be copied.
         DeviceTimeout
             Earlier copies, which are still being written, kept the staging memory.
         """
@@ -182,7 +184,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         if self._blocks is None or (self._blocks.device.kind == "cpu" and device.kind == "cuda"):
             if self._blocks is not None:
                 self._blocks.close()
-            budget = self.budget_bytes
+            budget = self.host_bytes
             self._blocks = TransferClient(device, "dcp", budget, budget, reserved=True)
         return self._blocks
 
@@ -199,7 +201,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         used = 0 if self._blocks is None else self._blocks.allocated_bytes
-        return f"<Stager, {used} of {self.budget_bytes} bytes of staging memory allocated>"
+        return f"<Stager, {used} of {self.host_bytes} bytes of staging memory allocated>"
 
 
 class _Plan:

@@ -75,12 +75,13 @@ class Plan:
         self,
         device: Device,
         need: Need,
-        ram: int,
-        gpu: int,
+        host_memory: int,
+        gpu_memory: int,
         policy: str | Policy,
         immutable: bool,
     ) -> None:
-        self.device, self.need, self.ram, self.gpu = device, need, ram, gpu
+        self.device, self.need = device, need
+        self.host_memory, self.gpu_memory = host_memory, gpu_memory
         self.policy = resolve_policy(policy)
         self.immutable = immutable
         self.checks_lookups = True
@@ -101,19 +102,22 @@ class Plan:
     def _depth(self) -> int:
         """Return the entries of a ring: at most half of the host memory is for buffers."""
         depth = _DEPTH_MAX
-        while depth > _DEPTH_MIN and self.need.arrays * self._ring_bytes(depth) > self.ram // 2:
+        while (
+            depth > _DEPTH_MIN
+            and self.need.arrays * self._ring_bytes(depth) > self.host_memory // 2
+        ):
             depth //= 2
         least = self.need.arrays * self._ring_bytes(depth)
-        if least > self.ram:
+        if least > self.host_memory:
             raise CacheError(
-                f"ram={self.ram} bytes are less than the buffers of {self.need.arrays} arrays "
-                f"need: give at least {least} bytes"
+                f"host_memory={self.host_memory} bytes are less than the buffers of "
+                f"{self.need.arrays} arrays need: give at least {least} bytes"
             )
         return depth
 
     def _capacity(self, tier_bytes: int) -> int:
         """Return the bytes of lines that leave room for all the rest, and hold all at most."""
-        limit = self.gpu if self.on_gpu else min(self.gpu, self.ram)
+        limit = self.gpu_memory if self.on_gpu else min(self.gpu_memory, self.host_memory)
         limit -= self.fixed + tier_bytes // self.need.line_bytes * _TIER_METADATA_BYTES
         line = self.need.line_bytes
         # The number of sets is rounded down to an odd one.
@@ -126,9 +130,11 @@ class Plan:
         return self.fixed + lines * (self.need.line_bytes + _LINE_METADATA_BYTES)
 
     def _refuse_gpu(self, needed: int, what: str) -> NoReturn:
-        limit = f"gpu={self.gpu}"
+        limit = f"gpu_memory={self.gpu_memory}"
         if not self.on_gpu:
-            limit = f"the least of ram={self.ram} and gpu={self.gpu}, for a cache on the CPU,"
+            limit = (
+                f"the least of host_memory={self.host_memory} and {limit}, for a cache on the CPU,"
+            )
         raise CacheError(f"{limit} bytes are less than {what} needs: give at least {needed} bytes")
 
     def check_rows(self, rows: int) -> None:
@@ -149,16 +155,16 @@ class Plan:
     ) -> tuple[Cache, list[OpenedTable]]:
         """Open a cache and all tables: all in place if they fit, else all by rings."""
         pinned = sum(table.pinned_bytes for table in tables)
-        if self.on_gpu and pinned + self.rings <= self.ram:
+        if self.on_gpu and pinned + self.rings <= self.host_memory:
             with contextlib.ExitStack() as attempt:
-                found = self._open(tables, attempt, self.ram - self.rings - pinned, None)
-                if any(each.rows.controller.path == "in_place" for each in found[1]):
+                found = self._open(tables, attempt, self.host_memory - self.rings - pinned, None)
+                if any(each.rows.service.route == "in_place" for each in found[1]):
                     opened.enter_context(attempt.pop_all())
                     return found
-        return self._open(tables, opened, self.ram - self.rings, "bounce")
+        return self._open(tables, opened, self.host_memory - self.rings, "bounce")
 
     def _open(
-        self, tables: Sequence[ModelTable], opened: contextlib.ExitStack, spare: int, path: Any
+        self, tables: Sequence[ModelTable], opened: contextlib.ExitStack, spare: int, route: Any
     ) -> tuple[Cache, list[OpenedTable]]:
         tier = self._tier(spare) if self.on_gpu else None
         self.capacity = self._capacity(tier or 0)
@@ -170,7 +176,7 @@ class Plan:
             # They poll: more threads than cores, over all arrays, would wait for each other.
             threads = max(1, min(8, cores() // 2) // self.need.arrays)
             settings["controller"] = SoftwareController(
-                _QUEUE_PAIRS, self.depth, threads, data_path=path
+                _QUEUE_PAIRS, self.depth, threads, route=route
             )
         found = [
             table.open(opened, cache=cache, immutable=self.immutable, **settings)

@@ -1,20 +1,20 @@
-"""What the tables of a model did, in numbers."""
+"""Counters of the tables of a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["OffloadReport", "TableReport"]
+__all__ = ["OffloadStats", "TableStats"]
 
 
 @dataclass(frozen=True)
-class TableReport:
+class TableStats:
     """Counts of one table since it was offloaded."""
 
     name: str
     rows: int
     row_bytes: int
-    path: str
+    route: str
     """How its data moves: ``"in_place"``, ``"bounce"`` or ``"direct"``."""
     hits: int
     """Lines that lookups found in the cache."""
@@ -35,15 +35,15 @@ class TableReport:
 
 
 @dataclass(frozen=True)
-class OffloadReport:
+class OffloadStats:
     """What the tables of a model did and hold."""
 
-    tables: tuple[TableReport, ...]
+    tables: tuple[TableStats, ...]
     gpu_bytes: int
-    """Of `gpu`, at most what the cache and its arrays take; on the CPU device 0."""
-    ram_bytes: int
-    """Of `ram`, at most what is pinned: pages of files, buffers and host tier; and the cache, on
-    the CPU device."""
+    """Of `gpu_memory`, at most what the cache and its arrays take; on the CPU device 0."""
+    host_bytes: int
+    """Of `host_memory`, at most what is pinned: pages of files, buffers and host tier; and the
+    cache, on the CPU device."""
 
     @property
     def hit_rate(self) -> float:
@@ -61,13 +61,13 @@ class OffloadReport:
     def __str__(self) -> str:
         lines = [
             f"{len(self.tables)} tables, hit rate {self.hit_rate:.1%}, "
-            f"{self.gpu_bytes} bytes of GPU memory, {self.ram_bytes} of host memory"
+            f"{self.gpu_bytes} bytes of GPU memory, {self.host_bytes} of host memory"
         ]
         step = self.seconds_per_step
         if step is not None:
             lines[0] += f", {step * 1e6:.1f} us a step"
         lines += [
-            f"  {t.name}: {t.rows} rows of {t.row_bytes} bytes, {t.path}, hit rate "
+            f"  {t.name}: {t.rows} rows of {t.row_bytes} bytes, {t.route}, hit rate "
             f"{t.hit_rate:.1%}, {t.bytes_looked_up} bytes looked up, {t.bytes_from_storage} from "
             f"storage, {t.bytes_from_host} from the host tier"
             for t in self.tables

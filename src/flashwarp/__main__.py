@@ -1,0 +1,5 @@
+"""`python -m flashwarp`: the `flashwarp` command."""
+
+from flashwarp.cli.main import main
+
+main()
