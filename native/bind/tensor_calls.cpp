@@ -129,8 +129,6 @@ TensorCalls::TensorCalls(Launching launching, std::vector<int64_t> row_shape, ui
     order_object_ = launcher_.attr("order").attr("native");
     order_ = nb::cast<cuda::Order*>(order_object_);
   }
-  const nb::object splitting = launcher_.attr("splitting");
-  if (nb::cast<uint64_t>(splitting.attr("rows")) != 0) splits_ = splitting.attr("on");
   for (const char* name : {"commands", "indices"}) {
     noted_.emplace_back(nb::object(volume.attr(name)));
   }
@@ -166,21 +164,16 @@ bool TensorCalls::prefetch(nb::handle idx, nb::handle stream, nb::handle changes
 
 nb::object TensorCalls::operands(nb::handle idx, nb::handle out, nb::handle stream) {
   Operands found;
-  if (!torch_.is_tensor(idx) || nb::len(watchers_) != 0 || splits() ||
-      !look(idx, out, stream, found)) {
+  if (!torch_.is_tensor(idx) || nb::len(watchers_) != 0 || !look(idx, out, stream, found)) {
     return nb::none();
   }
   const nb::tuple which = nb::make_tuple(found.indices, found.count, found.index_bytes, found.rows);
   return nb::make_tuple(found.out, found.stream, which);
 }
 
-bool TensorCalls::splits() const {
-  return splits_ && staying([&] { return nb::cast<bool>(splits_()); });
-}
-
 // Whether nothing needs to be raised or done before a call.
 bool TensorCalls::quiet(nb::handle changes) {
-  if (closed_ || nb::len(watchers_) != 0 || nb::len(lost_) != 0 || splits()) return false;
+  if (closed_ || nb::len(watchers_) != 0 || nb::len(lost_) != 0) return false;
   for (const Noted& each : noted_) {
     if (each.unread(names_)) return false;
   }

@@ -163,7 +163,6 @@ class TensorCalls {
   struct Operands;
   struct PreparedRows;
 
-  bool splits() const;
   bool quiet(nb::handle changes);
   bool failed() const;
   void wake() const;
@@ -184,7 +183,7 @@ class TensorCalls {
   Moved& moved_;
   nb::object order_object_;
   cuda::Order* order_ = nullptr;
-  nb::object turn_, acquire_, release_, all_streams_, splits_, in_flight_, lost_;
+  nb::object turn_, acquire_, release_, all_streams_, in_flight_, lost_;
   std::vector<Noted> noted_;
   const Names names_;
   const ForkGuard fork_;

@@ -71,8 +71,6 @@ _QUEUE = "flashwarp/nvme/queue_pair.cuh"
 _SUBMIT = "flashwarp/nvme/submission_queue.cuh"
 _COMPLETE = "flashwarp/nvme/completion_queue.cuh"
 _MISSES = "flashwarp/cache/miss_list.cuh"
-_BATCH = "flashwarp/nvme/batch.cuh"
-_FILLS = "flashwarp/cache/batch_fills.cuh"
 _DIRECTION = "flashwarp/batch/direction.cuh"
 _HOST_REGIONS = "flashwarp/batch/host_regions.cuh"
 _FILE = "flashwarp/file/file_view.cuh"
@@ -1456,122 +1454,6 @@ MUTANTS = {
             "",
             "an index out of bounds, or one that changes while a launch runs, is taken for a row",
             "deferral_prefetch",
-        ),
-        Mutant(
-            "batch-fills-the-ring",
-            _BATCH,
-            "  const uint32_t most = (1u << q.depth_log2) - 1;\n",
-            "  const uint32_t most = 1u << q.depth_log2;\n",
-            "a command that a controller can fetch only after a drain, and nobody drains",
-            "split",
-        ),
-        Mutant(
-            "batch-room-by-fetched",
-            _BATCH,
-            "  const uint32_t undrained = ticket - atomic::load_relaxed(&q.head);\n",
-            "  const uint32_t undrained = ticket - atomic::load_relaxed(&q.fetched);\n",
-            "a command whose completion finds no room in the CQ before a drain",
-            "split_rings",
-        ),
-        Mutant(
-            "batch-slot-in-use",
-            _BATCH,
-            "mine && rank < room && slot_is_free(q, ticket);",
-            "mine && rank < room;",
-            "a command takes a slot whose last command has not been landed",
-            "split",
-        ),
-        Mutant(
-            "batch-without-fence",
-            _BATCH,
-            "  atomic::fence_sequential_system();\n",
-            "",
-            "the last completion and the end of the launch do not see each other: no word comes",
-            "split",
-            "weak",
-        ),
-        Mutant(
-            "batch-fence-of-the-device",
-            _BATCH,
-            "  atomic::fence_sequential_system();\n",
-            "  atomic::fence_sequential();\n",
-            "the same: the host's fence orders nothing against one of smaller scope",
-            "split",
-            "weak",
-        ),
-        Mutant(
-            "batch-completed-before-its-end",
-            _BATCH,
-            "atomic::load_relaxed_system(&r.completed) == submitted;",
-            "submitted == 0;",
-            "a batch whose last command completes before its launch ends gets no word",
-            "split",
-        ),
-        Mutant(
-            "batch-after-the-watch",
-            _BATCH,
-            "  if (completed || atomic::load_relaxed_system(&r.watched) == 0) {\n",
-            "  if (completed) {\n",
-            "a stream waits for a controller that has stopped",
-            "split_stop",
-        ),
-        Mutant(
-            "batch-of-the-first-warp",
-            _BATCH,
-            "  if (atomic::add_release(&b.ended, 1u) != warps - 1) return;\n",
-            "  if (atomic::add_release(&b.ended, 1u) != 0) return;\n",
-            "the word comes when the commands of one warp are completed",
-            "split",
-        ),
-        Mutant(
-            "batch-sum-unacquired",
-            _BATCH,
-            "  atomic::fence();\n",
-            "",
-            "the same, on the other side",
-            "split",
-            "weak",
-        ),
-        Mutant(
-            "batch-unnamed",
-            _FILLS,
-            "    entry.cdw3 = b.number;\n",
-            "",
-            "commands of a batch do not count when they complete",
-            "split",
-        ),
-        Mutant(
-            "batch-victim-left-writing",
-            _FILLS,
-            "  if (mine.result == claim_result::kDirty) "
-            "end_write(&c.geometry.tags[mine.way], false);\n",
-            "",
-            "a dirty line waits for ever for a write-back that nobody submits",
-            "split",
-        ),
-        Mutant(
-            "batch-next-left-writing",
-            _FILLS,
-            "  if (mine.has_dirty) end_write(&c.geometry.tags[mine.dirty_way], false);\n",
-            "",
-            "so does the line that the policy would choose next",
-            "split",
-        ),
-        Mutant(
-            "batch-victim-lost",
-            _FILLS,
-            "end_write(&c.geometry.tags[mine.way], false);",
-            "end_write(&c.geometry.tags[mine.way], true);",
-            "a dirty line counts as written although nobody has written it",
-            "split",
-        ),
-        Mutant(
-            "batch-frame-left-busy",
-            _FILLS,
-            "    if ((left >> warp::lane()) & 1) abandon_fill(c, mine.way, mine.word);\n",
-            "",
-            "a line whose command found no room is waited for, and never comes",
-            "split",
         ),
         Mutant(
             "append-in-two-steps",

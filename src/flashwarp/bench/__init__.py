@@ -16,7 +16,6 @@ BENCHES = {
     "asynchronous": "How many warps fill the link, waiting for each block or reading ahead.",
     "first_light": "Rows, elements and files against the ceilings of this machine.",
     "calls": "One small gather, future or launch, beside what it replaces.",
-    "split": "Gathers whose stream waits for the storage, and those whose warps wait.",
     "files": "Files that kernels read and write, against plain memory (GeminiFS figures 6 to 10).",
     "shared": "A cache that processes share: hits of one and of each of two, and the memory taken.",
     "latency": "One miss that a thread or a warp waits for, beside the least that it can cost.",

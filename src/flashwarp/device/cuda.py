@@ -289,14 +289,6 @@ class CudaDevice(Device):
         return _CudaLaunch(self, function, blocks, block_threads)
 
     @property
-    def waits_for_words(self) -> bool:
-        return self.context.waits_for_words
-
-    def wait_for_word(self, address: int, stream: int | None) -> None:
-        handle = self._stream.handle if stream is None else stream
-        self.context.wait_for_word(address, handle)
-
-    @property
     def launching(self) -> _native.Launching:
         """What the extension launches with."""
         own, mark = self._stream.handle, self._mark
