@@ -29,10 +29,10 @@ NATIVE := $(shell find native -name '*.cpp' -o -name '*.h') \
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
   $(wildcard tests/simulator/*.cpp tests/simulator/*.h tests/simulator/scenarios/*.cpp) \
   $(wildcard tests/qemu/suites/*.cpp tests/qemu/suites/*.cu)
-CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS)
+CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS) $(shell find benchmarks -name "*.c*" ! -name "*.py*")
 
-.PHONY: help demo test check bench lint format stubs native-test tsan asan qemu-test models \
-  simulate cost wheel docs clean
+.PHONY: help demo test check bench bench-test lint format stubs native-test tsan asan qemu-test \
+  models simulate cost wheel docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -47,7 +47,8 @@ demo: $(VENV)/demo.stamp  ## Show what flashwarp does, on the GPU or the CPU
 test: $(VENV)/dev.stamp  ## Everything that CI runs: lint, sanitizers, tests
 	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint tsan asan
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal \
-	  -o faulthandler_timeout=$(TEST_HANG_S) -o faulthandler_exit_on_timeout=true $(ARGS)
+	  -o faulthandler_timeout=$(TEST_HANG_S) -o faulthandler_exit_on_timeout=true \
+	  --ignore=tests/benchmarks $(ARGS)
 
 # What most changes break first: the rules of the tree, arrays and what they stand on. What compiles
 # kernels is left to `make test`.
@@ -57,8 +58,11 @@ check: lint  ## Lint, types and the fast tests, in a minute once all is built
 	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal \
 	  $(UNCHECKED:%=--ignore=tests/%) $(CHECKED:%=tests/%) $(ARGS)
 
-bench: $(VENV)/demo.stamp  ## Measure this machine; ARGS="..." goes to `flashwarp bench`
-	$(BIN)/flashwarp bench $(ARGS)
+bench: $(VENV)/demo.stamp  ## Measure beside papers and rivals; NAME="kernels hits" ARGS="--json x"
+	$(BIN)/python -m benchmarks $(or $(NAME),--list) $(ARGS)
+
+bench-test: $(VENV)/dev.stamp  ## The tests of the benchmarks, which `make test` leaves out
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal tests/benchmarks $(ARGS)
 
 lint: $(VENV)/dev.stamp  ## Formatters, linters and types, changing nothing
 	$(BIN)/ruff check .
@@ -122,7 +126,7 @@ docs: $(VENV)/docs.stamp  ## Build the documentation into docs/_build
 clean:  ## Remove what these targets made, .venv included
 	rm -rf $(VENV) build docs/_build docs/api/generated
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src benchmarks tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment. Three steps with a stamp each: the venv, the extension, the extras of a target.
 

@@ -1,5 +1,6 @@
 """Sphinx configuration: Markdown pages and numpydoc docstrings, built by `make docs`."""
 
+import re
 from importlib import metadata
 
 from sphinx.ext.autodoc.mock import _MockModule, _MockObject
@@ -42,3 +43,22 @@ html_theme_options = {
     "navbar_center": [],
     "secondary_sidebar_items": ["page-toc"],
 }
+
+
+def add_summary(block):
+    """Put a table of names and first sentences before the docstrings of a section."""
+    names = re.findall(r"^\.\. auto(?:function|class):: (\S+)", block[1], re.MULTILINE)
+    rows = "".join(f"   ~{name}\n" for name in names)
+    table = f".. autosummary::\n   :nosignatures:\n\n{rows}\n" if len(names) > 1 else ""
+    return f"```{{eval-rst}}\n{table}{block[1]}```"
+
+
+def add_summaries(_, page, source):
+    """Do so in all sections of the interface."""
+    if page == "reference":
+        source[0] = re.sub(r"```\{eval-rst\}\n(.*?)```", add_summary, source[0], flags=re.DOTALL)
+
+
+def setup(app):
+    """Sphinx calls this."""
+    app.connect("source-read", add_summaries)

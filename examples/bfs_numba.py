@@ -12,7 +12,7 @@ import tempfile
 import numpy as np
 from numba import cuda
 
-from flashwarp.apps import graphs
+from flashwarp import graphs
 from flashwarp.interop.numba import jit, prefetch
 
 UNREACHED = 0xFFFFFFFF

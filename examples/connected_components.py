@@ -13,7 +13,7 @@ import tempfile
 import numpy as np
 
 import flashwarp as fw
-from flashwarp.apps import graphs
+from flashwarp import graphs
 
 KERNEL = """
 #include "flashwarp/graph.cuh"

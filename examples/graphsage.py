@@ -26,7 +26,7 @@ from torch import nn
 
 import flashwarp as fw
 import flashwarp.torch
-from flashwarp.apps import graphs
+from flashwarp import graphs
 
 VERTICES, DEGREE, GROUPS, WIDTH, LOYALTY, NOISE = 20_000, 12, 8, 64, 0.8, 6.0
 FANOUTS, HIDDEN, BATCH, EPOCHS = (10, 5), 64, 512, 2

@@ -12,6 +12,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string>
@@ -23,6 +24,7 @@
 #include "io/io_uring.h"
 #include "io/nvme_command.h"
 #include "storage/composite_storage.h"
+#include "storage/file_io.h"
 #include "storage/file_lock.h"
 #include "storage/file_storage.h"
 #include "storage/image_storage.h"
@@ -44,6 +46,15 @@ namespace {
   throw nb::python_error();
 }
 
+[[noreturn]] void raise_io_error(int error, const std::string& text, const IoFailure& failure) {
+  nb::object raised = nb::borrow(PyExc_OSError)(errno_of(error), text, failure.path);
+  raised.attr("offset") = failure.file_offset;
+  raised.attr("nbytes") = failure.nbytes;
+  if (is_nvme_status(error)) raised.attr("status") = status_of(error);
+  PyErr_SetObject(PyExc_OSError, raised.ptr());
+  throw nb::python_error();
+}
+
 void check(const Storage& storage, int error, const IoFailure& failure) {
   if (error == 0) return;
   if (error == kForked) throw std::runtime_error(kForkMessage);
@@ -55,11 +66,7 @@ void check(const Storage& storage, int error, const IoFailure& failure) {
   std::string text = error_text(error);
   text += " at byte " + std::to_string(failure.file_offset) + " (" +
           std::to_string(failure.nbytes) + " bytes)";
-  nb::object raised = nb::borrow(PyExc_OSError)(errno_of(error), text, failure.path);
-  raised.attr("offset") = failure.file_offset;
-  if (is_nvme_status(error)) raised.attr("status") = status_of(error);
-  PyErr_SetObject(PyExc_OSError, raised.ptr());
-  throw nb::python_error();
+  raise_io_error(error, text, failure);
 }
 
 // Runs act(failure) without the GIL and raises what it returns.
@@ -319,6 +326,64 @@ int64_t cached_pages_of(int fd, uint64_t offset, uint64_t nbytes) {
   return pages;
 }
 
+// Bytes that are moved between two looks at signals: some milliseconds.
+constexpr size_t kStepBytes = 16 << 20;
+
+// Calls act(place, n, offset, &moved) for the steps of a transfer of an open file, without the GIL.
+// Returns how many bytes were moved: all, unless a file that is read ends before.
+template <typename Act>
+size_t move_in_steps(Act act, const BufferView& view, uint64_t offset, const std::string& path) {
+  size_t done = 0;
+  while (true) {
+    const size_t step = std::min(kStepBytes, view.nbytes() - done);
+    size_t moved = 0;
+    const int error = unlocked([&] {
+      return act(static_cast<std::byte*>(view.data()) + done, step, offset + done, &moved);
+    });
+    done += moved;
+    if (error == kTruncated || done == view.nbytes()) return done;
+    if (error != 0) {
+      raise_io_error(error, std::strerror(error), {path, offset + done, view.nbytes() - done});
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+}
+
+void bind_open_files(nb::module_& m) {
+  m.def(
+      "read_file",
+      [](int fd, uint64_t offset, nb::handle target, const std::string& path) {
+        const BufferView view(target, PyBUF_WRITABLE);
+        const auto read = [fd](void* data, size_t n, uint64_t at, size_t* moved) {
+          return read_fully(fd, data, n, at, moved);
+        };
+        return move_in_steps(read, view, offset, path);
+      },
+      nb::arg("fd"), nb::arg("offset"), nb::arg("target"), nb::arg("path") = "");
+  m.def(
+      "write_file",
+      [](int fd, uint64_t offset, nb::handle source, const std::string& path,
+         uint64_t piece_bytes) {
+        const BufferView view(source);
+        const auto write = [=](std::byte* data, size_t n, uint64_t at, size_t* moved) {
+          if (piece_bytes == 0) return write_fully(fd, data, n, at, moved);
+          int error = 0;
+          while (*moved != n && error == 0) {
+            const uint64_t begin = at + *moved;
+            size_t written = 0;
+            error = write_fully(fd, data + *moved,
+                                std::min(n - *moved, piece_bytes - begin % piece_bytes), begin,
+                                &written);
+            *moved += written;
+          }
+          return error;
+        };
+        move_in_steps(write, view, offset, path);
+      },
+      nb::arg("fd"), nb::arg("offset"), nb::arg("source"), nb::arg("path") = "",
+      nb::arg("piece_bytes") = 0);
+}
+
 void bind_host_memory(nb::module_& m) {
   m.def("lock_for_writing", &lock_for_writing, WithoutGil(), nb::arg("fd"));
   m.def(
@@ -370,5 +435,6 @@ void bind_storage(nb::module_& m) {
   });
   bind_storages(m);
   bind_image_storage(m);
+  bind_open_files(m);
   bind_host_memory(m);
 }

@@ -1,7 +1,4 @@
 // Files and block devices; see file_storage.h.
-//
-// Transfers are raw system calls. ThreadSanitizer intercepts the C library's wrappers, and would
-// report the kernel's writes to cache frames as races, although atomics order them.
 #include "storage/file_storage.h"
 
 #include <fcntl.h>
@@ -13,11 +10,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
-#include <cstdlib>
 #include <cstring>
-#include <optional>
-#include <thread>
 
 #include "base/alignment.h"
 #include "storage/file_lock.h"
@@ -30,70 +23,6 @@ namespace {
 
 constexpr uint32_t kPageBytes = 4096;
 constexpr int64_t kRefreshNs = 1'000'000;
-
-// The aligned scratch of a thread, through which unaligned blocking reads pass.
-constexpr size_t kScratchBytes = 1 << 20;
-
-// How long a write waits for blocks, and how often it looks. Who holds them waits for a disk only.
-constexpr int64_t kHoldLimitNs = 60'000'000'000;
-constexpr auto kHoldPause = std::chrono::microseconds(20);
-
-// statx(2) with STATX_DIOALIGN (Linux 6.1); older C libraries do not declare the two fields.
-constexpr unsigned kStatxDioAlign = 0x2000;
-struct RawStatx {
-  uint32_t mask;
-  std::byte before[0x98 - 4];
-  uint32_t dio_memory_align;
-  uint32_t dio_offset_align;
-  std::byte after[0x100 - 0xA0];
-};
-static_assert(sizeof(RawStatx) == 256);
-static_assert(offsetof(RawStatx, dio_memory_align) == 0x98);
-
-struct FreeDeleter {
-  void operator()(void* memory) const { std::free(memory); }
-};
-using AlignedMemory = std::unique_ptr<std::byte, FreeDeleter>;
-
-std::byte* thread_scratch() {
-  static thread_local AlignedMemory memory(
-      static_cast<std::byte*>(std::aligned_alloc(kPageBytes, kScratchBytes)));
-  return memory.get();
-}
-
-// One read, repeated only when interrupted. Returns -errno on failure.
-ssize_t read_once(int fd, void* data, size_t n, uint64_t offset) {
-  while (true) {
-    const long result = syscall(SYS_pread64, fd, data, n, offset);
-    if (result >= 0) return result;
-    if (errno != EINTR) return -errno;
-  }
-}
-
-bool direct_read_works(int fd, uint32_t alignment) {
-  // One alignment past the start of a page, so that it fails if the file needs a coarser one.
-  std::byte* scratch = thread_scratch();
-  if (scratch == nullptr) return false;
-  return read_once(fd, scratch + alignment, alignment, alignment) >= 0;
-}
-
-DirectAlignment alignment_of(int direct_fd) {
-  RawStatx information = {};
-  const long result =
-      syscall(SYS_statx, direct_fd, "", AT_EMPTY_PATH, kStatxDioAlign, &information);
-  if (result == 0 && (information.mask & kStatxDioAlign) != 0) {
-    if (information.dio_offset_align == 0) {
-      return {0, 0, 0, "the file system reports that this file has no direct I/O"};
-    }
-    return {information.dio_memory_align, information.dio_offset_align,
-            information.dio_offset_align, ""};
-  }
-  // Some file systems take writes through the page cache if they fill no pages.
-  for (uint32_t alignment : {512u, kPageBytes}) {
-    if (direct_read_works(direct_fd, alignment)) return {alignment, alignment, kPageBytes, ""};
-  }
-  return {0, 0, 0, "direct reads fail with 512 and with 4096 byte alignment"};
-}
 
 bool is_same_file(int one, int other) {
   struct stat first, second;
@@ -115,52 +44,11 @@ bool is_memory_file_system(int fd) {
 
 }  // namespace
 
-int read_fully(int fd, void* data, size_t n, uint64_t offset) {
-  auto* position = static_cast<std::byte*>(data);
-  while (n != 0) {
-    const ssize_t result = read_once(fd, position, n, offset);
-    if (result < 0) return int(-result);
-    if (result == 0) return kTruncated;
-    position += result;
-    offset += uint64_t(result);
-    n -= size_t(result);
-  }
-  return 0;
-}
-
-int write_fully(int fd, const void* data, size_t n, uint64_t offset) {
-  auto* position = static_cast<const std::byte*>(data);
-  while (n != 0) {
-    const long result = syscall(SYS_pwrite64, fd, position, n, offset);
-    if (result < 0 && errno == EINTR) continue;
-    if (result < 0) return errno;
-    if (result == 0) return ENOSPC;
-    position += result;
-    offset += uint64_t(result);
-    n -= size_t(result);
-  }
-  return 0;
-}
-
-DirectAlignment probe_direct_alignment(const std::string& path) {
-  int fd = -1;
-  try {
-    fd = open_file(path, false, O_DIRECT);
-  } catch (const OpenError& error) {
-    return {0, 0, 0, std::string("open with O_DIRECT: ") + error.what()};
-  }
-  DirectAlignment alignment = alignment_of(fd);
-  close(fd);
-  return alignment;
-}
-
 // Descriptors and facts of a file that passed every check of `open`.
 struct FileStorage::Opened {
   std::string path;
   int fd = -1;
-  int direct_fd = -1;
-  uint32_t alignment = 1;
-  uint32_t write_alignment = 1;
+  FileIo::Direct direct;
   uint64_t offset = 0;
   uint64_t nbytes = 0;
   uint64_t size = 0;
@@ -168,7 +56,6 @@ struct FileStorage::Opened {
   bool block_device = false;
   bool memory_file_system = false;
   std::unique_ptr<FileLock> lock;
-  std::shared_ptr<BlockLocks> blocks;
   const FileOptions& options;
 
   Opened(std::string file, const FileOptions& asked) : path(std::move(file)), options(asked) {}
@@ -176,7 +63,7 @@ struct FileStorage::Opened {
   ~Opened() {
     lock.reset();
     if (fd >= 0) close(fd);
-    if (direct_fd >= 0) close(direct_fd);
+    if (direct.fd >= 0) close(direct.fd);
   }
 
   [[noreturn]] void refuse(int error, const std::string& why) const {
@@ -197,17 +84,17 @@ struct FileStorage::Opened {
 
   void open_direct() {
     try {
-      direct_fd = open_file(path, options.writable, O_DIRECT);
+      direct.fd = open_file(path, options.writable, O_DIRECT);
     } catch (const OpenError& error) {
       refuse(error.error, std::string("open with O_DIRECT: ") + error.what());
     }
-    if (!is_same_file(fd, direct_fd)) refuse(ESTALE, "was replaced while it was opened");
-    const DirectAlignment found = alignment_of(direct_fd);
+    if (!is_same_file(fd, direct.fd)) refuse(ESTALE, "was replaced while it was opened");
+    const DirectAlignment found = alignment_of(direct.fd);
     if (!found.error.empty()) refuse(EINVAL, found.error);
-    alignment = std::max(found.memory, found.offset);
-    write_alignment = std::max(alignment, found.write);
+    direct.alignment = std::max(found.memory, found.offset);
+    direct.write_alignment = std::max(direct.alignment, found.write);
     if (!options.writable) return;
-    blocks = FileLock::blocks_of(information);
+    direct.blocks = FileLock::blocks_of(information);
     // Read ahead, Linux would keep many pages in one folio, which is dirty if one of them is.
     posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
   }
@@ -232,10 +119,7 @@ std::shared_ptr<FileStorage> FileStorage::open(const std::string& path,
 FileStorage::FileStorage(Opened&& opened)
     : Storage(opened.nbytes, opened.options.writable),
       path_(opened.path),
-      fd_(std::exchange(opened.fd, -1)),
-      direct_fd_(std::exchange(opened.direct_fd, -1)),
-      alignment_(opened.alignment),
-      write_alignment_(opened.write_alignment),
+      io_(std::exchange(opened.fd, -1), std::exchange(opened.direct, {}), opened.size),
       file_offset_(opened.offset),
       block_device_(opened.block_device),
       memory_file_system_(opened.memory_file_system),
@@ -243,13 +127,11 @@ FileStorage::FileStorage(Opened&& opened)
                        ? nullptr
                        : reinterpret_cast<std::byte*>(opened.options.map_address + opened.offset)),
       direct_(opened.options.direct),
-      lock_(std::move(opened.lock)),
-      blocks_(std::move(opened.blocks)),
-      file_end_(opened.size) {
+      lock_(std::move(opened.lock)) {
   if (opened.options.may_change) census_ = std::make_unique<ReadCensus>(nbytes());
   if (direct() && !opened.options.may_change) return;
   if (opened.options.copies_cached) {
-    window_ = PageCacheWindow::open(fd_, file_offset_, nbytes(), window_refusal_);
+    window_ = PageCacheWindow::open(fd(), file_offset_, nbytes(), window_refusal_);
   } else {
     window_refusal_ = "as configured";
   }
@@ -257,8 +139,8 @@ FileStorage::FileStorage(Opened&& opened)
 
 FileStorage::~FileStorage() {
   lock_.reset();
-  close(fd_);
-  if (direct_fd_ >= 0) close(direct_fd_);
+  close(fd());
+  if (direct_fd() >= 0) close(direct_fd());
 }
 
 void FileStorage::refresh_backing(int64_t now_ns) {
@@ -274,8 +156,8 @@ void FileStorage::refresh_backing(int64_t now_ns) {
 // Returns how many bytes of the namespace the file has now.
 uint64_t FileStorage::look_at_size() {
   struct stat information;
-  const uint64_t size = fstat(fd_, &information) == 0 ? size_of(fd_, information) : 0;
-  if (!block_device_) file_end_.store(size, std::memory_order_relaxed);
+  const uint64_t size = fstat(fd(), &information) == 0 ? size_of(fd(), information) : 0;
+  if (!block_device_) io_.note_end(size);
   const uint64_t backed = size <= file_offset_ ? 0 : std::min(nbytes(), size - file_offset_);
   set_backed_nbytes(backed);
   return backed;
@@ -303,7 +185,7 @@ int FileStorage::check_kept() {
   if (!written_.load(std::memory_order_relaxed)) return 0;
   if (look_at_size() < nbytes()) return kTruncated;
   struct stat mine, named;
-  if (fstat(fd_, &mine) != 0) return errno;
+  if (fstat(fd(), &mine) != 0) return errno;
   // A file that was removed and not replaced is scratch, which is no error.
   return mine.st_nlink == 0 && stat(path_.c_str(), &named) == 0 ? kReplaced : 0;
 }
@@ -331,32 +213,7 @@ void FileStorage::note_read(uint64_t offset, uint64_t n, bool waited) const {
 int FileStorage::read(uint64_t offset, void* data, size_t n, IoFailure* failure) {
   if (int status = check_range(offset, n)) return fail(status, offset, n, failure);
   note_read(offset, n, true);
-  const uint64_t from = file_offset_ + offset;
-  auto* target = static_cast<std::byte*>(data);
-  const int status = direct() ? read_direct(from, target, n) : read_fully(fd_, target, n, from);
-  return fail(status, offset, n, failure);
-}
-
-int FileStorage::read_direct(uint64_t file_offset, std::byte* data, size_t n) {
-  if (is_aligned(reinterpret_cast<uint64_t>(data) | file_offset | n, alignment_)) {
-    return read_fully(direct_fd_, data, n, file_offset);
-  }
-  std::byte* scratch = thread_scratch();
-  if (scratch == nullptr) return ENOMEM;
-  while (n != 0) {
-    const uint64_t start = round_down(file_offset, alignment_);
-    const size_t lead = file_offset - start;
-    const size_t take = std::min(n, kScratchBytes - lead - alignment_);
-    const ssize_t result = read_once(direct_fd_, scratch, round_up(lead + take, alignment_), start);
-    if (result < 0) return int(-result);
-    if (size_t(result) <= lead) return kTruncated;
-    const size_t got = std::min(take, size_t(result) - lead);
-    std::memcpy(data, scratch + lead, got);
-    data += got;
-    file_offset += got;
-    n -= got;
-  }
-  return 0;
+  return fail(io_.read(direct(), file_offset_ + offset, data, n), offset, n, failure);
 }
 
 int FileStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) {
@@ -372,7 +229,7 @@ int FileStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* f
   const iovec target = {data, n};
   const uint64_t from = file_offset_ + offset;
   // preadv2 takes the offset as two longs, low half first; 64-bit kernels ignore the second.
-  const long result = syscall(SYS_preadv2, fd_, &target, 1, from, 0, RWF_NOWAIT);
+  const long result = syscall(SYS_preadv2, fd(), &target, 1, from, 0, RWF_NOWAIT);
   if (result == long(n)) {
     note_read(offset, n, false);
     return 0;
@@ -398,97 +255,15 @@ bool FileStorage::has_cached(uint64_t offset, uint64_t n) {
 int FileStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return fail(status, offset, n, failure);
   if (int status = check_extent(offset, n)) return fail(status, offset, n, failure);
-  const auto* source = static_cast<const std::byte*>(data);
-  return fail(write_range(file_offset_ + offset, source, n), offset, n, failure);
-}
-
-// Blocks that a blocking call writes. It waits for them, so a thread whose own transfers hold some
-// ends these first.
-class FileStorage::Holding {
- public:
-  explicit Holding(const BlockClaim& claim) : claim_(claim) {
-    const int64_t end = monotonic_ns() + kHoldLimitNs;
-    while (!(held_ = claim_.take()) && monotonic_ns() < end)
-      std::this_thread::sleep_for(kHoldPause);
-    if (!held_) claim_.withdraw();
-  }
-  ~Holding() {
-    if (held_) claim_.release();
-  }
-  Holding(const Holding&) = delete;
-  Holding& operator=(const Holding&) = delete;
-
-  int error() const { return held_ ? 0 : ETIMEDOUT; }
-
- private:
-  BlockClaim claim_;
-  bool held_ = false;
-};
-
-// How a direct write of [from, from + n) begins: up to the next part that is written another way.
-BlockClaim FileStorage::claim_of(uint64_t from, uint64_t n) const {
-  // Relaxed: a look that is late is corrected by the transfer, which finds the file too short.
-  const uint64_t file_end = file_end_.load(std::memory_order_relaxed);
-  const uint64_t begin = round_down(from, write_alignment_);
-  const uint64_t end = begin + write_alignment_;
-  BlockClaim claim = {blocks_.get()};
-  claim.offset = from;
-  claim.nbytes = std::min(n, end - from);
-  if (begin == from && n >= write_alignment_) {
-    claim.nbytes = round_down(n, write_alignment_);
-  } else {
-    claim.kind = end > file_end ? BlockClaim::Kind::kTail : BlockClaim::Kind::kPart;
-  }
-  claim.beside_tail = !is_aligned(file_end, write_alignment_) &&
-                      from + claim.nbytes > round_down(file_end, BlockLocks::kFolioBytesMax);
-  return claim;
-}
-
-int FileStorage::write_range(uint64_t file_offset, const std::byte* data, size_t n) {
-  if (!direct()) return write_fully(fd_, data, n, file_offset);
-  while (n != 0) {
-    const BlockClaim claim = claim_of(file_offset, std::min(n, kScratchBytes));
-    const Holding holding(claim);
-    int error = holding.error();
-    if (error == 0 && claim.kind == BlockClaim::Kind::kWhole) {
-      error = write_whole(file_offset, data, claim.nbytes);
-    } else if (error == 0 && claim.kind == BlockClaim::Kind::kPart) {
-      error = write_part(file_offset, data, claim.nbytes);
-    } else if (error == 0 && (error = write_fully(fd_, data, claim.nbytes, file_offset)) == 0) {
-      error = fdatasync(fd_) == 0 ? 0 : errno;
-    }
-    if (error != 0) return error;
-    data += claim.nbytes;
-    file_offset += claim.nbytes;
-    n -= claim.nbytes;
-  }
-  return 0;
-}
-
-int FileStorage::write_whole(uint64_t file_offset, const std::byte* data, size_t n) {
-  if (!is_aligned(reinterpret_cast<uint64_t>(data), alignment_)) {
-    std::byte* const scratch = thread_scratch();
-    if (scratch == nullptr) return ENOMEM;
-    data = static_cast<const std::byte*>(std::memcpy(scratch, data, n));
-  }
-  return write_fully(direct_fd_, data, n, file_offset);
-}
-
-int FileStorage::write_part(uint64_t file_offset, const std::byte* data, size_t n) {
-  std::byte* const scratch = thread_scratch();
-  if (scratch == nullptr) return ENOMEM;
-  const uint64_t begin = round_down(file_offset, write_alignment_);
-  if (int error = read_fully(direct_fd_, scratch, write_alignment_, begin)) return error;
-  std::memcpy(scratch + (file_offset - begin), data, n);
-  return write_fully(direct_fd_, scratch, write_alignment_, begin);
+  return fail(io_.write(direct(), file_offset_ + offset, data, n), offset, n, failure);
 }
 
 Piece FileStorage::piece(uint64_t file_offset, uint64_t n, uint32_t request_offset,
                          bool through_cache) const {
   Piece piece;
-  piece.fd = through_cache ? fd_ : direct_fd_;
-  piece.buffered_fd = fd_;
-  piece.alignment = through_cache ? 1 : alignment_;
+  piece.fd = through_cache ? fd() : direct_fd();
+  piece.buffered_fd = fd();
+  piece.alignment = through_cache ? 1 : io_.alignment();
   piece.block_device = block_device_;
   piece.nbytes = uint32_t(n);
   piece.request_offset = request_offset;
@@ -508,11 +283,11 @@ bool FileStorage::resolve(const Request& request, PieceList& pieces) {
   if (!request.is_write) return pieces.add(piece(start, request.nbytes, at, false));
 
   for (uint64_t from = start; from != end;) {
-    const BlockClaim claim = claim_of(from, end - from);
+    const BlockClaim claim = io_.claim_of(from, end - from);
     const bool is_tail = claim.kind == BlockClaim::Kind::kTail;
     Piece next = piece(from, claim.nbytes, at + uint32_t(from - start), is_tail);
     next.claim = claim;
-    if (claim.kind == BlockClaim::Kind::kPart) next.block_bytes = write_alignment_;
+    if (claim.kind == BlockClaim::Kind::kPart) next.block_bytes = io_.write_alignment();
     if (!pieces.add(next)) return false;
     from += claim.nbytes;
   }
@@ -527,7 +302,7 @@ bool FileStorage::resolve_flush(PieceList& pieces) {
 
 int FileStorage::flush(IoFailure* failure) {
   if (in_forked_child()) return fail(kForked, 0, 0, failure);
-  if (fdatasync(fd_) != 0) return fail(errno, 0, nbytes(), failure);
+  if (fdatasync(fd()) != 0) return fail(errno, 0, nbytes(), failure);
   return fail(check_kept(), 0, nbytes(), failure);
 }
 
@@ -539,19 +314,10 @@ int FileStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
   const uint64_t first = round_up(file_offset_ + offset, unit);
   const uint64_t last = round_down(file_offset_ + offset + n, unit);
   if (first >= last) return 0;
-  const int error = deallocate(FALLOC_FL_PUNCH_HOLE, first, last - first);
+  const int error = io_.deallocate(FALLOC_FL_PUNCH_HOLE, first, last - first);
   // Deallocation is a hint (NVM command set, Dataset Management), so it succeeds on a medium that
   // does not have it.
   return is_unavailable(error) ? 0 : fail(error, offset, n, failure);
-}
-
-// Returns 0 or an errno value. No part of a block there is being written back meanwhile.
-int FileStorage::deallocate(int mode, uint64_t file_offset, uint64_t n) {
-  std::optional<Holding> holding;
-  if (blocks_ != nullptr) holding.emplace(claim_of(file_offset, n));
-  if (holding && holding->error() != 0) return holding->error();
-  mode |= FALLOC_FL_KEEP_SIZE;
-  return fallocate(fd_, mode, off_t(file_offset), off_t(n)) == 0 ? 0 : errno;
 }
 
 int FileStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
@@ -566,7 +332,7 @@ int FileStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = zero_by_writing(offset, first - offset, failure)) return status;
   if (int status = zero_by_writing(last, offset + n - last, failure)) return status;
   if (first == last) return 0;
-  const int error = deallocate(FALLOC_FL_ZERO_RANGE, file_offset_ + first, last - first);
+  const int error = io_.deallocate(FALLOC_FL_ZERO_RANGE, file_offset_ + first, last - first);
   // Block devices return EINVAL for a range that is no multiple of their sectors.
   if (!is_unavailable(error) && error != EINVAL) return fail(error, offset, n, failure);
   return zero_by_writing(first, last - first, failure);
@@ -584,8 +350,8 @@ int FileStorage::zero_by_writing(uint64_t offset, uint64_t n, IoFailure* failure
 }
 
 void FileStorage::collect_files(std::vector<int>& files) const {
-  files.push_back(fd_);
-  if (direct_fd_ >= 0) files.push_back(direct_fd_);
+  files.push_back(fd());
+  if (direct_fd() >= 0) files.push_back(direct_fd());
 }
 
 Description FileStorage::describe() const {
@@ -596,7 +362,7 @@ Description FileStorage::describe() const {
   description.add("nbytes", nbytes());
   description.add("writable", writable());
   description.add("o_direct", direct());
-  if (direct()) description.add("alignment", uint64_t(alignment_));
+  if (direct()) description.add("alignment", uint64_t(io_.alignment()));
   description.add("in_place", mapped_base_ != nullptr);
   if (writable()) {
     description.add("lock", lock_ != nullptr ? lock_->state() : std::string("none, as asked for"));

@@ -1,12 +1,9 @@
 // A byte range of a file or block device as a namespace.
 //
-// With O_DIRECT, transfers bypass the page cache without alignment rules for the caller: reads are
-// widened, and a block of which a write has a part is read, changed and written by one owner
-// (block_locks.h). Only the last bytes of a file that ends inside of a block go through the page
-// cache, and they are written back before another write beside them begins. So Linux finds no page
-// that it cannot drop, which it would report as an EIO of the whole file. For a read-only file, the
-// caller may pass an existing mapping, which then is the namespace's memory. If another process
-// truncates the file, writes beyond its end fail; they do not extend it again.
+// With O_DIRECT, transfers bypass the page cache without alignment rules for the caller
+// (file_io.h). For a read-only file, the caller may pass an existing mapping, which then is the
+// namespace's memory. If another process truncates the file, writes beyond its end fail; they do
+// not extend it again.
 //
 // A read-only file may be opened for both paths and switch between them at any time. A transfer
 // stays on the path on which it began. Before a direct read, the kernel writes dirty pages back. A
@@ -18,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "storage/file_io.h"
 #include "storage/storage.h"
 
 namespace fw::native {
@@ -25,15 +23,6 @@ namespace fw::native {
 class FileLock;
 class PageCacheWindow;
 class ReadCensus;
-
-// The alignment that direct I/O on a file needs, or why it is not possible.
-struct DirectAlignment {
-  uint32_t memory = 0;
-  uint32_t offset = 0;
-  uint32_t write = 0;  // of offset and length of writes
-  std::string error;   // empty when direct I/O works
-};
-DirectAlignment probe_direct_alignment(const std::string& path);
 
 struct FileOptions {
   uint64_t offset = 0;
@@ -79,22 +68,15 @@ class FileStorage final : public Storage {
   // Makes later reads bypass the page cache, or use it. Returns false if this file cannot switch.
   bool choose_direct(bool direct);
   const std::string& path() const { return path_; }
-  int fd() const { return fd_; }
-  int direct_fd() const { return direct_fd_; }
+  int fd() const { return io_.fd(); }
+  int direct_fd() const { return io_.direct_fd(); }
   uint64_t file_offset() const { return file_offset_; }
 
  private:
   struct Opened;
   explicit FileStorage(Opened&& opened);
 
-  class Holding;
   Piece piece(uint64_t offset, uint64_t n, uint32_t request_offset, bool through_cache) const;
-  BlockClaim claim_of(uint64_t file_offset, uint64_t n) const;
-  int read_direct(uint64_t file_offset, std::byte* data, size_t n);
-  int write_range(uint64_t file_offset, const std::byte* data, size_t n);
-  int write_whole(uint64_t file_offset, const std::byte* data, size_t n);
-  int write_part(uint64_t file_offset, const std::byte* data, size_t n);
-  int deallocate(int mode, uint64_t file_offset, uint64_t n);
   int zero_by_writing(uint64_t offset, uint64_t n, IoFailure* failure);
   int check_extent(uint64_t offset, uint64_t n);
   uint64_t look_at_size();
@@ -103,10 +85,7 @@ class FileStorage final : public Storage {
   int fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const;
 
   const std::string path_;
-  const int fd_;
-  const int direct_fd_;
-  const uint32_t alignment_;        // of direct reads
-  const uint32_t write_alignment_;  // of direct writes
+  FileIo io_;
   const uint64_t file_offset_;
   const bool block_device_;
   const bool memory_file_system_;
@@ -116,15 +95,9 @@ class FileStorage final : public Storage {
   std::unique_ptr<PageCacheWindow> window_;  // null: every read is a system call
   std::string window_refusal_;               // why there is no window
   std::unique_ptr<FileLock> lock_;           // null: not asked for
-  std::shared_ptr<BlockLocks> blocks_;       // null: not written past the page cache
-  std::atomic<uint64_t> file_end_;           // at the last look
   std::atomic<bool> nowait_refused_{false};
   std::atomic<int64_t> refreshed_ns_{0};
   std::atomic<bool> written_{false};
 };
-
-// Blocking transfers of all bytes on a descriptor. Reads return ENODATA at the end of the file.
-int read_fully(int fd, void* data, size_t n, uint64_t offset);
-int write_fully(int fd, const void* data, size_t n, uint64_t offset);
 
 }  // namespace fw::native

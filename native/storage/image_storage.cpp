@@ -11,7 +11,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "storage/file_storage.h"
+#include "storage/file_io.h"
 
 namespace fw::native {
 namespace {

@@ -11,12 +11,12 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <utility>
 
 #include "base/alignment.h"
 #include "flashwarp/nvme/command.cuh"
+#include "storage/file_io.h"
 #include "storage/file_lock.h"
 
 namespace fw::native {
@@ -29,25 +29,8 @@ constexpr uint32_t kIdentifyController = 1;
 // Without MDTS and without a limit of the kernel: what every kernel accepts.
 constexpr uint64_t kTransferBytesMax = 128 << 10;
 
-// What unaligned blocking transfers pass through, one for each thread.
-constexpr size_t kScratchBytes = 1 << 20;
-
 // The granularity at which a drive's DMA takes addresses: PRP entries have two bits less.
 constexpr uint64_t kAddressAlignment = 4;
-
-struct FreeDeleter {
-  void operator()(void* memory) const { std::free(memory); }
-};
-using AlignedMemory = std::unique_ptr<std::byte, FreeDeleter>;
-
-AlignedMemory aligned_memory(size_t nbytes) {
-  return AlignedMemory(static_cast<std::byte*>(std::aligned_alloc(kPageBytes, nbytes)));
-}
-
-std::byte* thread_scratch() {
-  static thread_local AlignedMemory memory = aligned_memory(kScratchBytes);
-  return memory.get();
-}
 
 template <typename Value>
 Value field(const std::byte* data, size_t offset) {
@@ -79,10 +62,10 @@ class NvmePassthrough::Opening {
 
   void open() {
     open_character_device();
-    const AlignedMemory data = aligned_memory(kPageBytes);
+    std::byte* const data = thread_scratch();
     if (data == nullptr) refuse(ENOMEM);
-    read_namespace(data.get());
-    read_controller(data.get());
+    read_namespace(data);
+    read_controller(data);
     if (options_.writable && geometry.write_protected) {
       refuse(EROFS, "the drive has write-protected this namespace");
     }

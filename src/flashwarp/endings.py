@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Protocol, Self, SupportsIndex, TypeVar
 
 from flashwarp import _native
-from flashwarp.errors import ClosedError, CopyError
+from flashwarp.errors import ClosedError, CopyError, ForkError
 
 T = TypeVar("T")
 
@@ -347,3 +347,32 @@ class Closing(NotCopied):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class OfProcess(Closing):
+    """Base of what has one end, and belongs to the process that made it.
+
+    Subclasses call ``super().__init__()`` first, set `_closed` at their end, and name themselves in
+    errors by `_kind`, or by templates of their own, in which ``0`` is the object.
+    """
+
+    _kind = "object"
+    _when_closed = "the {0._kind} was closed"
+    _when_forked = "this {0._kind} belongs to process {0._pid}: a forked child must make its own"
+    _closed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pid = os.getpid()
+
+    @property
+    def _in_child(self) -> bool:
+        """Whether this process is a forked child of the one that made it."""
+        return os.getpid() != self._pid
+
+    def _check_usable(self) -> None:
+        """Raise ClosedError after its end, and ForkError in a forked child."""
+        if self._closed:
+            raise ClosedError(self._when_closed.format(self))
+        if self._in_child:
+            raise ForkError(self._when_forked.format(self))

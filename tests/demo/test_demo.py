@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.apps import graphs
+from flashwarp import graphs
 from flashwarp.cli.main import main
 from flashwarp.demo import features, graph, table
 from flashwarp.demo.check import CheckFailed, check_equal

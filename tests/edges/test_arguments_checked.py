@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp import config, trace
-from flashwarp.apps import graphs
+from flashwarp import config, graphs, trace
 from flashwarp.array.share_table import ENTRIES_MAX
 from flashwarp.config import Config, flag, integer, number, parse_bytes
 from flashwarp.errors import (

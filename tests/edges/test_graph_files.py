@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashwarp.apps import graphs
+from flashwarp import graphs
 from flashwarp.errors import FileFormatError, MissingFileError
 
 
@@ -169,7 +169,7 @@ def test_one_far_vertex_does_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "flashwarp.apps.graphs.build.CpuDevice.memory_info",
+        "flashwarp.graphs.build.CpuDevice.memory_info",
         lambda _: type("Info", (), {"free_bytes": 1 << 34}),
     )
     (tmp_path / "far.txt").write_text(f"0 {(1 << 32) - 1}\n")

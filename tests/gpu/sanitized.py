@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 import flashwarp as fw
+from flashwarp import graphs
 from flashwarp._jit import compiler
-from flashwarp.apps import graphs
 from flashwarp.demo.graph import BreadthFirstSearch
 
 KERNELS = """

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 import flashwarp as fw
-from flashwarp.apps import gemm, sorting
-from flashwarp.bench import pipelines
+from benchmarks.pipelines import pipelines
+from benchmarks.pipelines.base import example
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def test_keys_ascend_and_none_is_lost(opened, run, tile):
         open_array("keys", data, "r+") as keys,
         open_array("sorted", np.zeros_like(data), "r+") as target,
     ):
-        sorting.sort(keys, target, run_rows=run, tile_rows=tile)
+        example("sort_file").sort(keys, target, run_rows=run, tile_rows=tile)
 
     np.testing.assert_array_equal(content("sorted", np.int32), np.sort(data, axis=None))
 
@@ -64,7 +64,7 @@ def test_product_is_that_of_numpy(opened):
         open_array("y", np.ascontiguousarray(y.T)) as b,
         open_array("product", np.zeros((768, 768), np.float32), "r+") as product,
     ):
-        gemm.multiply(a, b, product, panel_rows=200, slab_rows=128)
+        example("matmul_files").multiply(a, b, product, panel_rows=200, slab_rows=128)
 
     found = content("product", np.float32).reshape(768, 768)
     np.testing.assert_allclose(found, x @ y.T, atol=1e-2)

@@ -13,9 +13,9 @@ pytest.importorskip("torch", reason="torch is not installed")
 import torch
 
 import flashwarp as fw
+from benchmarks.checkpoints import checkpoints
 from checkpoint.rank_processes import Ranks
 from flashwarp._jit import driver
-from flashwarp.bench import checkpoints
 from flashwarp.checkpoint.directory import Directory
 from flashwarp.errors import DeviceError
 from gpu.checkpoint_ranks import (

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.apps import graphs
-from flashwarp.apps.graphs.reference import reference_distances
-from flashwarp.bench.first_light import ReduceParams, load_kernels
+from benchmarks.arrays.arrays import ReduceParams, load_kernels
+from flashwarp import graphs
 from flashwarp.demo.graph import BreadthFirstSearch
 from flashwarp.demo.table import filtered_sums, reference_sums
+from flashwarp.graphs.reference import reference_distances
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ import torch
 
 import flashwarp as fw
 import flashwarp.torch
-from flashwarp.apps import graphs
+from flashwarp import graphs
 from flashwarp.errors import ArgumentError, BoundsError, CaptureError, ForkError
 
 pytestmark = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashwarp.bench.scaling import Drives, Load, Namespaces
+from benchmarks.drives.scaling import Drives, Load, Namespaces
 from flashwarp.device import resolve
 
 pytestmark = pytest.mark.gpu

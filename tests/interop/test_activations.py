@@ -305,7 +305,7 @@ def test_a_full_disk_is_an_error_of_forward_and_loses_nothing(tmp_path, x, monke
         torch.manual_seed(2)
         made.zero_grad()
         loss = made[0](x).square().mean()
-        monkeypatch.setattr(activation_store.os, "pwritev", full)
+        monkeypatch.setattr(activation_store._native, "write_file", full)
         with pytest.raises(StorageError, match="make room") as caught:
             made(x)
         assert caught.value.errno == errno.ENOSPC
@@ -324,7 +324,7 @@ def test_a_read_that_fails_is_an_error_of_backward(tmp_path, x, monkeypatch):
 
     with offloading(tmp_path):
         loss = model()(x).square().mean()
-        monkeypatch.setattr(activation_store.os, "preadv", broken)
+        monkeypatch.setattr(activation_store._native, "read_file", broken)
         with pytest.raises(StorageError, match="Input/output") as caught:
             loss.backward()
 

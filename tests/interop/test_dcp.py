@@ -25,6 +25,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import flashwarp.dcp
+from flashwarp import _native
 from flashwarp.errors import (
     ArgumentError,
     ClosedError,
@@ -344,7 +345,7 @@ class Failing:
         self.count = 0
         self.nth = nth
         for owner, name in (
-            (os, "pwrite"),
+            (_native, "write_file"),
             (os, "fsync"),
             (os, "posix_fallocate"),
             (Path, "rename"),

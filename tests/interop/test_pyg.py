@@ -19,7 +19,7 @@ from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
 import flashwarp as fw
 import flashwarp.pyg
-from flashwarp.apps import graphs
+from flashwarp import graphs
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,

@@ -13,7 +13,7 @@ import torch
 
 import flashwarp as fw
 import flashwarp.torch
-from flashwarp.apps import graphs
+from flashwarp import graphs
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,

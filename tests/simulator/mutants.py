@@ -998,7 +998,7 @@ MUTANTS = {
         ),
         Mutant(
             "window-keeps-slots",
-            "flashwarp/bench/drives.cuh",
+            "benchmarks/drives/drives.cuh",
             "      while (outstanding_ != 0) {\n",
             "      while (outstanding_ != 0 && p_.window == 1) {\n",
             "warps wait for slots that each other holds",
@@ -1872,4 +1872,4 @@ MUTANTS = {
         ),
     )
 }
-"""By name; `docs/testing.md` has them in a table."""
+"""By name."""

@@ -341,7 +341,7 @@ def _policy(policy: str) -> tuple[Sequence[str], str]:
 def mutated_text(mutant: Mutant) -> str:
     """Give the mutant's header with its passage replaced, which must occur exactly once."""
     path = _INCLUDE / mutant.header
-    text = _text(path if path.exists() else _CHECKOUT / "src" / mutant.header)
+    text = _text(path if path.exists() else _beside(mutant.header))
     count = text.count(mutant.old)
     if count != 1:
         raise ArgumentError(
@@ -349,6 +349,11 @@ def mutated_text(mutant: Mutant) -> str:
             "the header has changed, so change the mutant in tests/simulator/mutants.py"
         )
     return text.replace(mutant.old, mutant.new)
+
+
+def _beside(header: str) -> Path:
+    """Where a header lies that is in no include folder: kernels', or a benchmark's."""
+    return _CHECKOUT / (header if header.startswith("benchmarks/") else f"src/{header}")
 
 
 def _copy_with(mutant: Mutant, text: str, folder: Path) -> Path:
@@ -359,9 +364,7 @@ def _copy_with(mutant: Mutant, text: str, folder: Path) -> Path:
         # A header of kernels includes others by their bare names.
         folder_of_header = Path(mutant.header).parent
         headers_only = shutil.ignore_patterns("*.py", "*.cu", "__pycache__")
-        shutil.copytree(
-            _CHECKOUT / "src" / folder_of_header, copy / folder_of_header, ignore=headers_only
-        )
+        shutil.copytree(_beside(mutant.header).parent, copy / folder_of_header, ignore=headers_only)
     (copy / mutant.header).write_text(text, encoding="utf-8")
     return copy
 
@@ -405,6 +408,7 @@ def _header_digest() -> bytes:
     """Everything that a scenario may include."""
     files = [
         *(_CHECKOUT / "src" / "flashwarp").rglob("*.cuh"),
+        *(_CHECKOUT / "benchmarks").rglob("*.cuh"),
         *_SIMULATOR.glob("*.h"),
         *_SIMULATOR.glob("*.cpp"),
         *_NATIVE.rglob("*.h"),
@@ -414,8 +418,9 @@ def _header_digest() -> bytes:
 
 
 def _includes() -> list[str | Path]:
-    # Kernels are included as flashwarp/kernels/..., the simulator's headers as simulator/....
-    return [_INCLUDE, _CHECKOUT / "src", _NATIVE, _SIMULATOR.parent]
+    # Kernels are included as flashwarp/kernels/... and benchmarks/..., the simulator's headers as
+    # simulator/....
+    return [_INCLUDE, _CHECKOUT / "src", _CHECKOUT, _NATIVE, _SIMULATOR.parent]
 
 
 def _runtime_objects(headers: bytes, flags: Sequence[str]) -> list[Path]:

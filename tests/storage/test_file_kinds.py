@@ -29,8 +29,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp import _native
-from flashwarp.apps import graphs
+from flashwarp import _native, graphs
 from flashwarp.errors import (
     ArgumentError,
     FileFormatError,

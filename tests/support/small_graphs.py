@@ -1,6 +1,6 @@
 """Graphs as the tests write them down and read them."""
 
-from flashwarp.apps.graphs.inputs import load
+from flashwarp.graphs.inputs import load
 
 
 def rows_of(graph):

@@ -22,13 +22,14 @@ PACKAGE = ROOT / "src" / "flashwarp"
 HEADERS = PACKAGE / "include" / "flashwarp"
 
 # Rooms that measure, show and test: what the product may not need.
-NO_PRODUCT = {"apps", "bench", "cli", "demo", "probe", "testing", "trace"}
+NO_PRODUCT = {"cli", "demo", "graphs", "probe", "testing", "trace"}
 
 TOP_MODULES_MAX = 10
 
 # Folders of tests that are of no room: of the modules at the package's top level, of how processes
 # end, of the tree itself; and tests that need more than Python and g++.
 TESTS_BESIDE_ROOMS = {
+    "benchmarks",
     "edges",
     "gpu",
     "ground",
@@ -38,8 +39,8 @@ TESTS_BESIDE_ROOMS = {
     "simulator",
     "tree",
 }
-# Measurements of disk and link: tested with the demo, the benchmarks and the doctor, who show them.
-ROOMS_TESTED_BY_OTHERS = {"probe"}
+# A name that moved.
+ROOMS_WITHOUT_TESTS = {"apps"}
 
 # Lowest first: a header includes from its own room and from those below; "" is outside of rooms.
 HEADER_RANK = {
@@ -103,13 +104,24 @@ native_files = sorted(
     if path.suffix in {".cpp", ".h"}
 )
 test_files = sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("tests/**/*.cpp")])
+BENCH_KINDS = {".py", ".cu", ".cuh", ".cpp"}
+bench_files = sorted(
+    path for path in (ROOT / "benchmarks").rglob("*") if path.suffix in BENCH_KINDS
+)
 other_files = [
     ROOT / "Makefile",
     ROOT / "CMakeLists.txt",
     ROOT / "pyproject.toml",
     ROOT / ".ci/run",
 ]
-all_files = [*python_files, *device_files, *native_files, *test_files, *other_files]
+all_files = [
+    *python_files,
+    *device_files,
+    *native_files,
+    *bench_files,
+    *test_files,
+    *other_files,
+]
 
 
 def name_of(path: Path) -> str:
@@ -208,7 +220,7 @@ def test_tests_lie_in_the_rooms_of_the_package() -> None:
     folders = {path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")}
 
     assert folders - rooms == TESTS_BESIDE_ROOMS, "a room of the package has a place for it"
-    assert rooms - folders == ROOMS_TESTED_BY_OTHERS, "a room has no tests"
+    assert rooms - folders == ROOMS_WITHOUT_TESTS, "a room has no tests"
 
 
 def test_only_what_tests_share_lies_at_their_top() -> None:
@@ -224,8 +236,8 @@ def test_every_module_is_needed() -> None:
             for name in imports_of(text_of(path)):
                 needed |= {name, name.rpartition(".")[0]}
     needed |= set(re.findall(r"flashwarp\.[a-z_.]+", text))
-    # Commands of the command line, and the benchmarks that it lists, are imported by their names.
-    by_name = {"flashwarp.cli", "flashwarp.bench"}
+    # Commands of the command line are imported by their names.
+    by_name = {"flashwarp.cli"}
     dead = {
         module
         for module, path in MODULES.items()
@@ -264,7 +276,7 @@ MAY_BE_LOST = {
     ("lease.py", "_keeper.start()"): "not a thread: it starts one, as it should",
 }
 # Programs of their own, which a signal ends.
-ARE_PROGRAMS = {"bench", "demo", "probe", "testing"}
+ARE_PROGRAMS = {"demo", "probe", "testing"}
 
 
 def locks_lost_to_signals(text: str) -> Iterator[str]:
@@ -483,7 +495,7 @@ def test_no_native_file_leaves_the_stable_abi(path: Path) -> None:
     assert not found
 
 
-@each([*python_files, *device_files, *native_files])
+@each([*python_files, *device_files, *native_files, *bench_files])
 def test_file_opens_with_its_promise(path: Path) -> None:
     if path.suffix == ".cpp" and path.with_suffix(".h").exists():
         return  # the header says it

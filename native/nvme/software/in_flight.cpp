@@ -11,7 +11,7 @@
 
 #include "base/alignment.h"
 #include "io/nvme_command.h"
-#include "storage/file_storage.h"
+#include "storage/file_io.h"
 
 namespace fw::native {
 namespace {

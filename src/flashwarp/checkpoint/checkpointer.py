@@ -149,8 +149,7 @@ class Checkpointer(endings.Closing):
         self._stager = Stager(self._core, self._system.storing)
         self._lookup = Lookup(self._core, self._system)
         self._durability = Durability(self._core, self.path, self._system.remote)
-        self._registered = _Registered(self)
-        endings.remember(self._registered)
+        endings.remember(self)
 
     # Regions.
 
@@ -620,7 +619,7 @@ class Checkpointer(endings.Closing):
             core.futures.clear()
             core.closed = True
             core.wake()
-        endings.forget(self._registered)
+        endings.forget(self)
 
     # Helpers.
 
@@ -635,21 +634,3 @@ class Checkpointer(endings.Closing):
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{len(self._core.entries)} versions"
         return f"<Checkpointer at {self.path!r}, rank {self.rank}, {self.device.name}, {state}>"
-
-
-class _Registered:
-    """The checkpointer in the registry of what is open: at exit its versions become durable."""
-
-    def __init__(self, checkpointer: Checkpointer) -> None:
-        self._checkpointer = checkpointer
-
-    @property
-    def device(self) -> object:
-        return self._checkpointer.device
-
-    def close(self) -> BaseException | None:
-        try:
-            self._checkpointer.close()
-        except Exception as error:
-            return error
-        return None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from flashwarp.config import parse_bytes
 
 if TYPE_CHECKING:
-    from flashwarp.apps.graphs import CsrGraph
     from flashwarp.cli.parser import Parser
+    from flashwarp.graphs import CsrGraph
 
 __all__ = ["add_arguments"]
 
@@ -55,7 +55,7 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
 
 
 def _make(options: argparse.Namespace) -> None:
-    from flashwarp.apps.graphs import load
+    from flashwarp.graphs import load
 
     made = load(
         options.what,
@@ -70,7 +70,7 @@ def _make(options: argparse.Namespace) -> None:
 
 
 def _info(options: argparse.Namespace) -> None:
-    from flashwarp.apps.graphs import CsrGraph
+    from flashwarp.graphs import CsrGraph
 
     found = CsrGraph.open(options.folder)
     found.check()

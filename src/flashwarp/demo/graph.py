@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
-from flashwarp.apps import graphs
-from flashwarp.apps.graphs.reference import UNREACHED, reference_distances
+from flashwarp import graphs
 from flashwarp.demo.check import check_equal
 from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
+from flashwarp.graphs.reference import UNREACHED, reference_distances
 from flashwarp.policy import CLOCK, Policy
 from flashwarp.probe.disk import direct_reads_work, drop_page_cache
 
@@ -148,7 +148,7 @@ class BreadthFirstSearch:
     Examples
     --------
     >>> import tempfile
-    >>> from flashwarp.apps import graphs
+    >>> from flashwarp import graphs
     >>> graph = graphs.load("kron:6", tempfile.mkdtemp())
     >>> source = graph.pick_sources(1, seed=1)[0]
     >>> with graph.neighbours(device="cpu") as neighbours:

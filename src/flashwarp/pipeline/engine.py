@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,6 @@ from flashwarp.errors import (
     ControllerTimeout,
     DeviceError,
     FlashwarpError,
-    ForkError,
     StorageError,
 )
 from flashwarp.nvme.software import SoftwareController
@@ -106,7 +104,7 @@ def worker_limits(controllers: int, given: int | tuple[int, int] | None = None) 
     return min(settings.batch_workers_low or low, high), high
 
 
-class BatchEngine(endings.Closing):
+class BatchEngine(endings.OfProcess):
     """Moves batches of rows, in the order of their lists, by threads that call no driver.
 
     A request says which rows, and for an engine without a ring where row 0 goes or comes from. It
@@ -181,6 +179,8 @@ class BatchEngine(endings.Closing):
     [28, 0, 36]
     """
 
+    _kind = "engine"
+
     def __init__(
         self,
         device: Device,
@@ -199,9 +199,8 @@ class BatchEngine(endings.Closing):
         controller: SoftwareController | None = None,
         lists: bool = True,
     ) -> None:
+        super().__init__()
         self.device = device
-        self._pid = os.getpid()
-        self._closed = False
         self._late_errors: list[dict[str, Any]] = []
         self._decisions_logged = 0
         self.row_bytes = integer("row_bytes", row_bytes, 1, _ROWS_MAX)
@@ -259,8 +258,7 @@ class BatchEngine(endings.Closing):
         except BaseException:
             self._free()
             raise
-        self._entry = _Entry(self)
-        endings.remember(self._entry)
+        endings.remember(self)
 
     def _stream_side(self, copies: bool) -> tuple[_native.CudaContext | None, int, int]:
         """Return the context, stream and event with which the engine copies on a GPU."""
@@ -493,7 +491,7 @@ class BatchEngine(endings.Closing):
 
     def close(self) -> None:
         """End the threads within seconds; batches that have not ended fail. May be called twice."""
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._in_child:
             return
         endings.uninterrupted(self._release)
 
@@ -505,7 +503,7 @@ class BatchEngine(endings.Closing):
             # Kernels that its threads serve may still run.
             self.device.context.outlast_served()
         self._native.stop()
-        endings.forget(self._entry)
+        endings.forget(self)
         if self._native.leaked:
             _log.warning("a call of the storage does not return: its thread and memory remain")
             _abandoned.append((self._native, self._memory, self._rings, self._streams))
@@ -539,14 +537,6 @@ class BatchEngine(endings.Closing):
         except RuntimeError as error:
             raise ClosedError(str(error)) from error
 
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("the engine was closed")
-        if os.getpid() != self._pid:
-            raise ForkError(
-                f"this engine belongs to process {self._pid}: a forked child must make its own"
-            )
-
     def __repr__(self) -> str:
         return "<BatchEngine, closed>" if self._closed else f"<BatchEngine of {self.rows} rows>"
 
@@ -569,18 +559,3 @@ def _drives_of(
         own = replace(model, seed=(model.seed + drive) % (1 << 64) or 1)
         drives.append((member.native, own.native_parameters()))
     return drives, controller.threads or 0
-
-
-class _Entry:
-    """The engine in the registry of what is open."""
-
-    def __init__(self, engine: BatchEngine) -> None:
-        self.device: Any = engine.device
-        self._close = partial(BatchEngine.close, engine)
-
-    def close(self) -> BaseException | None:
-        try:
-            self._close()
-        except FlashwarpError as error:
-            return error
-        return None

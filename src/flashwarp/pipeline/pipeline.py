@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,11 +22,9 @@ from flashwarp.config import choice, integer
 from flashwarp.device import TIMEOUT_S, CudaDevice, stream_handle
 from flashwarp.errors import (
     ArgumentError,
-    ClosedError,
     DataPathError,
     DeviceTimeout,
     FlashwarpError,
-    ForkError,
     ReadOnlyError,
 )
 from flashwarp.pipeline.buffers import Buffers, library_of
@@ -50,7 +47,7 @@ _ROWS_MAX = 1 << 40
 _SMS_MAX = 1024
 
 
-class Pipeline(endings.Closing):
+class Pipeline(endings.OfProcess):
     """Batches of rows that arrive in device memory while the device computes.
 
     `prefetch` starts a batch and returns at once; `synchronize` gives the oldest one to the
@@ -120,6 +117,7 @@ class Pipeline(endings.Closing):
     [999] [999.0]
     """
 
+    _kind = "pipeline"
     _needs: Mapping[str, Any] = {}
     """What an engine may leave out."""
 
@@ -140,11 +138,10 @@ class Pipeline(endings.Closing):
         if not array.shape:
             raise ArgumentError("a pipeline moves rows, and an array without axes has none")
         array._check_usable()
+        super().__init__()
         self.array = array
         self.batch_rows = integer("batch_rows", batch_rows, 1, _ROWS_MAX)
         self.depth = integer("depth", depth, 1, _DEPTH_MAX)
-        self._pid = os.getpid()
-        self._closed = False
         self._stream = stream
         self._library = _library(library)
         self._buffers = Buffers(array, self.batch_rows, self.depth + 1)
@@ -525,7 +522,7 @@ class Pipeline(endings.Closing):
         Raises what writes have failed with that nobody has seen. The rows of buffers that the
         caller still holds stay valid for libraries that count references.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._in_child:
             return
         failures: list[BaseException] = []
         with contextlib.suppress(FlashwarpError):
@@ -579,14 +576,6 @@ class Pipeline(endings.Closing):
                 "pipeline with larger batches, or divide this one"
             )
         return len(chosen)
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("the pipeline was closed")
-        if os.getpid() != self._pid:
-            raise ForkError(
-                f"this pipeline belongs to process {self._pid}: a forked child must make its own"
-            )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._reads)} of {self.depth} in flight"

@@ -176,11 +176,18 @@ def provenance(device: str) -> dict[str, Any]:
     The machine is described without the name of its host.
     """
     return {
-        "command": shlex.join(["flashwarp", *sys.argv[1:]]),
+        "command": _command(),
         "commit": _commit(),
         "versions": _versions(),
         "machine": _machine(device),
     }
+
+
+def _command() -> str:
+    program = Path(sys.argv[0])
+    is_package = program.name == "__main__.py"
+    start = ["python", "-m", program.parent.name] if is_package else [program.name]
+    return shlex.join([*start, *sys.argv[1:]])
 
 
 def _commit() -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import endings
+from flashwarp import _native, endings
 from flashwarp.config import SIZE_MAX, flag, integer, number
 from flashwarp.errors import ArgumentError
 from flashwarp.storage import files, npy
@@ -181,9 +181,5 @@ class _Writer:
                 )
             block[:, : self.dim] = weights
         block[:, self.state[0]] = self.state[1]
-        rest = block.data.cast("B")
         place = self.offset + first * self.width * 4
-        while rest:
-            piece = rest[: _PIECE_BYTES - place % _PIECE_BYTES]
-            written = os.pwrite(self.descriptor, piece, place)
-            rest, place = rest[written:], place + written
+        _native.write_file(self.descriptor, place, block, piece_bytes=_PIECE_BYTES)

@@ -52,7 +52,7 @@ def _bfs(accesses: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
 
     Accesses are the lines of 512 bytes that hold the neighbours of each vertex visited.
     """
-    from flashwarp.apps.graphs import load
+    from flashwarp.graphs import load
 
     with tempfile.TemporaryDirectory(prefix="flashwarp-") as folder:
         graph = load(_GRAPH, Path(folder), seed=int(random.integers(1 << 31)))

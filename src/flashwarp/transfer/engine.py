@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Any
 
 from flashwarp import _waiting, endings
 from flashwarp.config import integer
 from flashwarp.device import TIMEOUT_S, CudaDevice, Device, stream_handle
-from flashwarp.errors import ArgumentError, ClosedError, DeviceTimeout, FlashwarpError, ForkError
+from flashwarp.errors import ArgumentError, DeviceTimeout, FlashwarpError
 from flashwarp.transfer.bandwidth import LinkBandwidth
 from flashwarp.transfer.cpu_lane import CpuLane
 from flashwarp.transfer.cuda_lane import CudaLane, direction_of
@@ -26,7 +24,7 @@ _BYTES_MAX = 1 << 48
 _AT_EXIT_S = 10.0
 
 
-class CopyEngine(endings.Closing):
+class CopyEngine(endings.OfProcess):
     """Copies between a device and the host on streams of its own, one for each direction.
 
     No multiprocessor is used. A copy begins after the present work of the streams that `after`
@@ -62,16 +60,16 @@ class CopyEngine(endings.Closing):
     True
     """
 
+    _kind = "copy engine"
+
     def __init__(self, device: Device) -> None:
+        super().__init__()
         self.device = device
         self.bandwidth = {each: LinkBandwidth(f"{device.name}, {each.value}") for each in Direction}
-        self._pid = os.getpid()
-        self._closed = False
         self._lanes: dict[Direction, Lane] = {}
         for direction in Direction:
             self._lanes[direction] = self._make_lane(direction)
-        self._entry = _Entry(self)
-        endings.remember(self._entry)
+        endings.remember(self)
 
     def _make_lane(self, direction: Direction) -> Lane:
         if isinstance(self.device, CudaDevice):
@@ -241,9 +239,9 @@ class CopyEngine(endings.Closing):
         May be called twice. If the copies do not end in time, raises DeviceTimeout and releases
         nothing, because they may still write: store the words that they wait for, and close again.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._in_child:
             return
-        self._wait_idle(timeout_s)
+        self._wait_idle(min(timeout_s, _AT_EXIT_S) if endings.ended() else timeout_s)
         endings.uninterrupted(self._release)
         self._raise_failures()
 
@@ -251,15 +249,7 @@ class CopyEngine(endings.Closing):
         self._closed = True
         for lane in self._lanes.values():
             lane.close()
-        endings.forget(self._entry)
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("the copy engine was closed")
-        if os.getpid() != self._pid:
-            raise ForkError(
-                f"this copy engine belongs to process {self._pid}: a forked child must make its own"
-            )
+        endings.forget(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.in_flight} copies in flight"
@@ -278,18 +268,3 @@ def _size(target: Operand, source: Operand, nbytes: int | None) -> int:
             f"target and source have {target.nbytes} and {source.nbytes} bytes: say nbytes="
         )
     return sizes.pop()
-
-
-class _Entry:
-    """The engine in the registry of what is open."""
-
-    def __init__(self, engine: CopyEngine) -> None:
-        self.device: Any = engine.device
-        self._engine = engine
-
-    def close(self) -> BaseException | None:
-        try:
-            self._engine.close(_AT_EXIT_S if endings.ended() else TIMEOUT_S)
-        except FlashwarpError as error:
-            return error
-        return None

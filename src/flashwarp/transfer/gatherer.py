@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from flashwarp import _native, endings
 from flashwarp.config import cores, integer
-from flashwarp.errors import ArgumentError, BoundsError, ClosedError, ForkError, StorageError
+from flashwarp.errors import ArgumentError, BoundsError, StorageError
 
 __all__ = ["Gatherer"]
 
@@ -22,7 +22,7 @@ _MOST = 1 << 62
 Bytes = npt.NDArray[Any]
 
 
-class Gatherer(endings.Closing):
+class Gatherer(endings.OfProcess):
     """Moves scattered pieces of one size at memory speed, by a few threads of the host.
 
     Piece i of the buffer is the one that the i-th offset names, so a batch lies in the order in
@@ -49,14 +49,15 @@ class Gatherer(endings.Closing):
     [20, 21, 22, 23, 0, 1, 2, 3, 36, 37, 38, 39]
     """
 
+    _kind = "gatherer"
+
     def __init__(self, threads: int | None = None, in_flight: int = 64) -> None:
+        super().__init__()
         count = cores() if threads is None else threads
-        self._pid = os.getpid()
         self._native = _native.Gatherer(
             integer("threads", count, 1, _THREADS_MAX),
             integer("in_flight", in_flight, 1, _IN_FLIGHT_MAX),
         )
-        self._closed = False
 
     @property
     def threads(self) -> int:
@@ -166,14 +167,6 @@ class Gatherer(endings.Closing):
             text = os.strerror(code)
         name = None if fd is None else f"descriptor {fd}"
         raise StorageError(code, f"piece {piece} at byte {offset}: {text}", name, offset=offset)
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("the gatherer was closed")
-        if os.getpid() != self._pid:
-            raise ForkError(
-                f"this gatherer belongs to process {self._pid}: a forked child must make its own"
-            )
 
     def close(self) -> None:
         """End the threads, after calls that run. May be called twice."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from functools import partial
-from typing import Any
 
 from flashwarp import _waiting, endings
 from flashwarp.config import integer, parse_bytes
 from flashwarp.device import TIMEOUT_S, Device, DeviceMemory
-from flashwarp.errors import ArgumentError, ClosedError, DeviceTimeout, ForkError
+from flashwarp.errors import ArgumentError, DeviceTimeout
 from flashwarp.transfer.staging import InFlight, StagingBuffer
 
 __all__ = ["StagingPool"]
@@ -21,7 +19,7 @@ _WASTE = 2
 _SMALL_BYTES = 1 << 20
 
 
-class StagingPool(endings.Closing):
+class StagingPool(endings.OfProcess):
     """Lends pinned blocks as large as the caller needs, and keeps them for the next one.
 
     Blocks are lent as `StagingBuffer`, under the rules of a `StagingRing`: one comes back when its
@@ -36,17 +34,17 @@ class StagingPool(endings.Closing):
         The most bytes that are allocated at a time.
     """
 
+    _kind = "staging pool"
+
     def __init__(self, device: Device, budget: int | str) -> None:
+        super().__init__()
         self.device = device
         self.budget_bytes = integer("budget", parse_bytes(budget, "budget"), 1, _MOST)
-        self._pid = os.getpid()
         self._lock = endings.Lock()
         self._free: dict[int, DeviceMemory] = {}
         self._allocated = 0
         self._returned: deque[tuple[DeviceMemory, list[InFlight]]] = deque()
-        self._closed = False
-        self._entry = _Entry(self)
-        endings.remember(self._entry)
+        endings.remember(self)
 
     @property
     def allocated_bytes(self) -> int:
@@ -111,7 +109,7 @@ class StagingPool(endings.Closing):
 
     def _take_back(self, memory: DeviceMemory, copies: list[InFlight]) -> None:
         self._returned.append((memory, copies))
-        if self._closed and os.getpid() == self._pid:
+        if self._closed and not self._in_child:
             endings.holding([self._lock], self._sort_returned)
 
     def _sort_returned(self) -> None:
@@ -127,17 +125,9 @@ class StagingPool(endings.Closing):
                 self._free[memory.address] = memory
             self._returned.popleft()
 
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("the staging pool was closed")
-        if os.getpid() != self._pid:
-            raise ForkError(
-                f"this pool belongs to process {self._pid}: a forked child must make its own"
-            )
-
     def close(self) -> None:
         """Free the blocks; one that is held is freed when it comes back. May be called twice."""
-        if os.getpid() == self._pid:
+        if not self._in_child:
             endings.uninterrupted(self._release)
 
     def _release(self) -> None:
@@ -148,20 +138,8 @@ class StagingPool(endings.Closing):
                 memory.close()
             self._free.clear()
             self._sort_returned()
-        endings.forget(self._entry)
+        endings.forget(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self._allocated} of {self.budget_bytes} bytes"
         return f"<StagingPool on {self.device.name}, {state}>"
-
-
-class _Entry:
-    """The pool in the registry of what is open."""
-
-    def __init__(self, pool: StagingPool) -> None:
-        self.device: Any = pool.device
-        self._pool = pool
-
-    def close(self) -> BaseException | None:
-        self._pool.close()
-        return None

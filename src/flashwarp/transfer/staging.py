@@ -7,12 +7,11 @@ part in has ended, whichever comes last. So nothing is overwritten while it is r
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
 from collections import deque
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +22,8 @@ from flashwarp.device import TIMEOUT_S, Device, DeviceMemory
 from flashwarp.errors import (
     ArgumentError,
     ClosedError,
-    DeviceError,
     DeviceTimeout,
     FlashwarpError,
-    ForkError,
 )
 
 __all__ = ["StagingBuffer", "StagingRing"]
@@ -142,7 +139,7 @@ class _Bytes:
         }
 
 
-class StagingRing(endings.Closing):
+class StagingRing(endings.OfProcess):
     """A bounded set of pinned buffers of one size, which grows in the background.
 
     The first buffer can be used as soon as it is pinned; a thread pins the others meanwhile, until
@@ -174,9 +171,12 @@ class StagingRing(endings.Closing):
     4
     """
 
+    _kind = "staging ring"
+
     def __init__(
         self, device: Device, budget: int | str, buffer: int | str = _BUFFER_BYTES
     ) -> None:
+        super().__init__()
         self.device = device
         self.buffer_bytes = integer("buffer", parse_bytes(buffer, "buffer"), 1, _MOST)
         self.budget_bytes = integer("budget", parse_bytes(budget, "budget"), 1, _MOST)
@@ -186,7 +186,6 @@ class StagingRing(endings.Closing):
                 f"a budget of {self.budget_bytes} bytes has no room for one buffer of "
                 f"{self.buffer_bytes} bytes: raise the budget, or take smaller buffers"
             )
-        self._pid = os.getpid()
         self._lock = endings.Lock()
         self._made: list[DeviceMemory] = []
         # What is free, by address: adding twice adds once, so an interrupted step can be repeated.
@@ -195,10 +194,8 @@ class StagingRing(endings.Closing):
         # Came back, and some copy may still use it. Appended to without the lock, because a buffer
         # may be lost while this thread holds it.
         self._returned: deque[tuple[DeviceMemory, list[InFlight]]] = deque()
-        self._closed = False
         self._failure: FlashwarpError | None = None
-        self._entry = _Entry(self)
-        endings.remember(self._entry)
+        endings.remember(self)
         self._grower = threading.Thread(target=self._grow, name="flashwarp-pinning", daemon=True)
         endings.start(self._grower)
 
@@ -292,7 +289,7 @@ class StagingRing(endings.Closing):
 
     def _take_back(self, memory: DeviceMemory, copies: list[InFlight]) -> None:
         self._returned.append((memory, copies))
-        if self._closed and os.getpid() == self._pid:
+        if self._closed and not self._in_child:
             self._sort_returned()
 
     def _sort_returned(self) -> None:
@@ -357,20 +354,12 @@ class StagingRing(endings.Closing):
 
     # The end.
 
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("the staging ring was closed")
-        if os.getpid() != self._pid:
-            raise ForkError(
-                f"this ring belongs to process {self._pid}: a forked child must make its own"
-            )
-
     def close(self) -> None:
         """Free the buffers; one that is held or in a copy is freed when it comes back.
 
         Waits for the buffer that is being pinned. May be called twice.
         """
-        if os.getpid() != self._pid:
+        if self._in_child:
             return
         endings.uninterrupted(self._release)
 
@@ -384,7 +373,7 @@ class StagingRing(endings.Closing):
                 memory.close()
             self._made.clear()
         self._sort_returned()
-        endings.forget(self._entry)
+        endings.forget(self)
 
     def __repr__(self) -> str:
         if self._closed:
@@ -393,18 +382,3 @@ class StagingRing(endings.Closing):
             f"<StagingRing of {len(self._made)} of {self.buffers} buffers of {self.buffer_bytes} "
             f"bytes on {self.device.name}>"
         )
-
-
-class _Entry:
-    """The ring in the registry of what is open."""
-
-    def __init__(self, ring: StagingRing) -> None:
-        self.device: Any = ring.device
-        self._ring = ring
-
-    def close(self) -> BaseException | None:
-        try:
-            self._ring.close()
-        except DeviceError as error:
-            return error
-        return None

@@ -1,6 +1,6 @@
 // Warps read raw blocks of two drives and keep more batches outstanding than the rings hold: a warp
 // that waits for a slot must not hold one.
-#include "flashwarp/bench/drives.cuh"
+#include "benchmarks/drives/drives.cuh"
 #include "simulator/machine.h"
 
 using namespace fw::simulator;

@@ -14,7 +14,7 @@ from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.follow import follow
 from flashwarp.checkpoint.directory.prune import Finding, superfluous
 from flashwarp.checkpoint.directory.reader import Source, VersionReader
-from flashwarp.endings import Closing
+from flashwarp.endings import OfProcess
 from flashwarp.errors import (
     ArgumentError,
     DamagedVersionError,
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _OPEN_ATTEMPTS = 3
 
 
-class Catalog(Closing):
+class Catalog(OfProcess):
     """Base of `Directory` and `RemoteDirectory`: the half that reads.
 
     Attributes
@@ -40,15 +40,14 @@ class Catalog(Closing):
         Whose versions calls are about, unless they name a rank.
     """
 
+    _when_closed = "{0!r} is closed"
+    _when_forked = "{0!r} was opened before fork(): open it again here"
+
     rank: int
     _poll_s: float
     """Seconds between two looks of `follow`, by default."""
 
     # What a place must do.
-
-    @abstractmethod
-    def _check_open(self) -> None:
-        """Raise if it cannot be used any more."""
 
     @abstractmethod
     def _listed(self, *folders: str) -> list[str]:
@@ -112,7 +111,7 @@ class Catalog(Closing):
 
     def names(self) -> list[str]:
         """Return the names of the checkpoints that there are, sorted."""
-        self._check_open()
+        self._check_usable()
         found = []
         for each in self._listed():
             with contextlib.suppress(ArgumentError):
@@ -122,13 +121,13 @@ class Catalog(Closing):
 
     def ranks(self, name: str) -> list[int]:
         """Return the ranks that have versions of a checkpoint, or had, sorted."""
-        self._check_open()
+        self._check_usable()
         found = map(names.rank_of, self._listed(names.check_name(name)))
         return sorted(rank for rank in found if rank is not None)
 
     def versions(self, name: str, rank: int | None = None) -> list[int]:
         """Return the committed versions of a checkpoint, ascending; reads none of them."""
-        self._check_open()
+        self._check_usable()
         return names.versions_among(self._listed(*self._folders(name, rank)))
 
     def identity(self, name: str, version: int, *, rank: int | None = None) -> str | None:
@@ -246,7 +245,7 @@ class Catalog(Closing):
         PathError, StorageError
             If its files cannot be read.
         """
-        self._check_open()
+        self._check_usable()
         version = names.check_version(version)
         folders = self._folders(name, rank)
         # A version that is replaced between two steps has another data file: look again.
@@ -325,7 +324,7 @@ class Catalog(Closing):
         folders = self._folders(name, rank)
         last = None if until is None else names.check_version(until)
         return follow(
-            check=self._check_open,
+            check=self._check_usable,
             stamp=lambda: self._stamp(*folders),
             listed=lambda: names.versions_among(self._listed(*folders)),
             what=f"a version of {name!r} in {self!r}",

@@ -32,11 +32,9 @@ from flashwarp.checkpoint.region import Region
 from flashwarp.config import flag, parse_bytes
 from flashwarp.errors import (
     ArgumentError,
-    ClosedError,
     DamagedVersionError,
     ExistingVersionError,
     FlashwarpError,
-    ForkError,
     MissingFileError,
     MissingVersionError,
     ReadOnlyError,
@@ -102,6 +100,7 @@ class Directory(Catalog):
         chunk_bytes: int | str = "1 MiB",
         o_direct: bool | None = None,
     ) -> None:
+        super().__init__()
         self.path = Path(files.check_name(path)).absolute()
         self.rank = names.check_rank(rank)
         self.writable = flag("writable", writable)
@@ -112,8 +111,6 @@ class Directory(Catalog):
         # Of two threads that publish, begin and discard one version, one goes first. Without a
         # limit: who has the turn renames or removes files, and syncs.
         self._turns = [endings.Lock() for _ in range(_TURNS)]
-        self._closed = False
-        self._process = os.getpid()
         self._pool = endings.Pool(_THREADS, "flashwarp-checkpoint")
         self._lock: lock.RankLock | None = None
         if self.writable:
@@ -197,7 +194,7 @@ class Directory(Catalog):
             closed = self._closed
         if closed:
             writer.abort()
-            self._check_open()
+            self._check_usable()
         return writer
 
     def _begin(self, folder: Path, record: manifest.Manifest, replaces: bool) -> VersionWriter:
@@ -306,7 +303,7 @@ class Directory(Catalog):
         if self._closed:
             return
         self._closed = True
-        if os.getpid() != self._process:
+        if self._in_child:
             return
         _open.discard(self)
         for writer in list(self._writers.values()):
@@ -427,14 +424,8 @@ class Directory(Catalog):
         except FlashwarpError:
             return _UNKNOWN
 
-    def _check_open(self) -> None:
-        if os.getpid() != self._process:
-            raise ForkError(f"{self!r} was opened before fork(): open it again here")
-        if self._closed:
-            raise ClosedError(f"{self!r} is closed")
-
     def _check_writable(self) -> None:
-        self._check_open()
+        self._check_usable()
         if not self.writable:
             raise ReadOnlyError(f"{self!r} was opened with writable=False")
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from flashwarp import _native
 from flashwarp.errors import DamagedVersionError
 from flashwarp.storage import File, files
+from flashwarp.storage.file_access import Way
 
-__all__ = ["FileSource", "Way", "choose_way"]
-
-
-@dataclass(frozen=True)
-class Way:
-    """Whether a file is read and written past the page cache, and why."""
-
-    o_direct: bool
-    why: str
+__all__ = ["FileSource", "choose_way"]
 
 
 class FileSource:
@@ -29,11 +21,6 @@ class FileSource:
         if size != nbytes:
             raise DamagedVersionError(self.path, f"it has {size} bytes, and {nbytes} were written")
         self._file = File(path, o_direct=choose_way(path, o_direct).o_direct, lock=False)
-
-    @property
-    def wants_pages(self) -> bool:
-        """Whether memory that begins on a page is read faster."""
-        return self._file.o_direct
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill a buffer from byte `offset` on, or raise; thread-safe."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwarp.checkpoint.directory.buffers import PAGE_BYTES, bytes_of, page_aligned
+from flashwarp.checkpoint.directory.buffers import bytes_of, page_aligned
 from flashwarp.checkpoint.directory.checksums import chunk_checksums
 from flashwarp.checkpoint.directory.manifest import Manifest, StoredRegion
 from flashwarp.checkpoint.region import Region, numpy_dtype
@@ -39,10 +39,6 @@ class Source(Protocol):
     """What holds the bytes of a data file."""
 
     path: str
-
-    @property
-    def wants_pages(self) -> bool:
-        """Whether memory that begins on a page is read faster."""
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill a buffer from byte `offset` on, or raise; thread-safe."""
@@ -225,16 +221,8 @@ class VersionReader(Closing):
             raise failures[0]
 
     def _read_piece(self, stored: StoredRegion, offset: int, piece: memoryview) -> None:
-        target = np.frombuffer(piece, np.uint8)
-        source = self._source
-        if source is None or not source.wants_pages or target.ctypes.data % PAGE_BYTES == 0:
-            self._fill(stored.offset + offset, piece)
-            self._check(stored, offset, piece)
-            return
-        scratch = page_aligned(len(piece))
-        self._fill(stored.offset + offset, scratch.data)
-        self._check(stored, offset, scratch.data)
-        target[:] = scratch
+        self._fill(stored.offset + offset, piece)
+        self._check(stored, offset, piece)
 
     def _check(self, stored: StoredRegion, offset: int, piece: memoryview) -> None:
         chunk = self.manifest.chunk_bytes

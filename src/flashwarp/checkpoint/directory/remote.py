@@ -10,7 +10,6 @@ import contextlib
 import errno
 import importlib
 import logging
-import os
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -26,10 +25,8 @@ from flashwarp.checkpoint.directory.reader import VersionReader
 from flashwarp.config import integer, number
 from flashwarp.errors import (
     ArgumentError,
-    ClosedError,
     DamagedVersionError,
     FlashwarpError,
-    ForkError,
     MissingFileError,
     MissingVersionError,
     RemoteError,
@@ -109,6 +106,7 @@ class RemoteDirectory(Catalog):
         timeout_s: float = 60.0,
         **options: Any,
     ) -> None:
+        super().__init__()
         self.rank = names.check_rank(rank)
         self._attempts = integer("attempts", attempts, 1, 100)
         self._timeout_s = number("timeout_s", timeout_s, 1e-3, 1e6)
@@ -119,13 +117,11 @@ class RemoteDirectory(Catalog):
         elif options:
             raise ArgumentError(f"options {sorted(options)} are for a URL, and a store was given")
         self._store = store
-        self._closed = False
-        self._process = os.getpid()
         self._pool = endings.Pool(_THREADS, "flashwarp-remote")
 
     def upload(self, reader: VersionReader, *, replace: bool = False) -> bool:
         """Store a version that is open elsewhere; see `Catalog.upload`."""
-        self._check_open()
+        self._check_usable()
         if reader.rank != self.rank:
             raise ArgumentError(f"a version by rank {reader.rank} is stored by rank {self.rank}")
         record = reader.manifest
@@ -157,7 +153,7 @@ class RemoteDirectory(Catalog):
 
     def discard_all(self, name: str, versions: Iterable[int]) -> list[int]:
         """Remove several versions of this rank; return those that were there."""
-        self._check_open()
+        self._check_usable()
         folder = "/".join(self._folders(name, None))
         asked = {names.check_version(version) for version in versions}
         found = self._listed(folder)
@@ -183,7 +179,7 @@ class RemoteDirectory(Catalog):
         int
             How many. Nobody may upload this rank at the same time.
         """
-        self._check_open()
+        self._check_usable()
         folder = "/".join(self._folders(name, None))
         found = self._listed(folder)
         committed = set(names.versions_among(found))
@@ -199,19 +195,13 @@ class RemoteDirectory(Catalog):
     def close(self) -> None:
         """End its threads. May be called twice."""
         self._closed = True
-        if os.getpid() == self._process:
+        if not self._in_child:
             self._pool.close()
 
     # Inside.
 
-    def _check_open(self) -> None:
-        if os.getpid() != self._process:  # the store's threads stayed in the parent
-            raise ForkError(f"{self!r} was opened before fork(): open it again here")
-        if self._closed:
-            raise ClosedError(f"{self!r} is closed")
-
     def _run(self, act: Callable[..., T], *arguments: Any) -> Future[T]:
-        self._check_open()
+        self._check_usable()
         return self._pool.submit(act, *arguments)
 
     def _listed(self, *folders: str) -> list[str]:
@@ -318,8 +308,6 @@ class RemoteDirectory(Catalog):
 
 class _Object:
     """A data file on the store."""
-
-    wants_pages = False
 
     def __init__(self, remote: RemoteDirectory, path: str) -> None:
         self._remote = remote

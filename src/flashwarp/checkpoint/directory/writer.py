@@ -16,14 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from flashwarp import _native, endings
 from flashwarp.checkpoint.directory import manifest, names
-from flashwarp.checkpoint.directory.buffers import PAGE_BYTES, bytes_of, page_aligned
+from flashwarp.checkpoint.directory.buffers import bytes_of
 from flashwarp.checkpoint.directory.catalog import exists
 from flashwarp.checkpoint.directory.checksums import Checksums, chunk_checksums
-from flashwarp.checkpoint.directory.local import Way, choose_way
+from flashwarp.checkpoint.directory.local import choose_way
 from flashwarp.checkpoint.region import Region
 from flashwarp.config import integer
 from flashwarp.endings import Closing, uninterrupted
@@ -34,6 +32,7 @@ from flashwarp.errors import (
     ExistingFileError,
 )
 from flashwarp.storage import File, files
+from flashwarp.storage.file_access import Way
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,8 +41,6 @@ __all__ = ["VersionWriter", "create_data"]
 
 _INLINE_BYTES = 256 << 10
 """Below, another thread takes longer to start than the checksum takes."""
-
-_COPY_BYTES = 4 << 20
 
 # What a file system without fallocate(2) answers.
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.ENOSYS)
@@ -138,7 +135,7 @@ class VersionWriter(Closing):
         offset : int
             First byte in it. Any order, size and number of writes covers a region; each byte is
             written once. Writes that begin and end on multiples of 4096 bytes, from memory that is
-            aligned likewise, bypass the page cache if the directory uses O_DIRECT.
+            aligned likewise, are the fastest.
         buffer : contiguous buffer
             The bytes. They must not change until the call has returned; otherwise the version
             does not verify.
@@ -186,32 +183,13 @@ class VersionWriter(Closing):
         def write() -> NDArray[Any]:
             computed = self._run(chunk_checksums, view, chunk, first)
             try:
-                self._write_large(place, view)
+                self._file.write(place, view)
             finally:
                 found: NDArray[Any] = computed.result()
             return found
 
         # A signal could leave the other thread with memory that its owner frees.
         return uninterrupted(write)
-
-    def _write_large(self, place: int, view: memoryview) -> None:
-        """Write bytes past the page cache, also those that do not lie as O_DIRECT needs them.
-
-        A copy to memory that does takes a fifth of the time that the page cache takes.
-        """
-        source = np.frombuffer(view, np.uint8)
-        if not self.o_direct or (source.ctypes.data - place) % PAGE_BYTES == 0:
-            self._file.write(place, view)
-            return
-        scratch = page_aligned(min(_COPY_BYTES, view.nbytes) + PAGE_BYTES)
-        begin = 0
-        while begin < view.nbytes:
-            phase = (place + begin) % PAGE_BYTES
-            piece = source[begin : begin + _COPY_BYTES - phase]
-            target = scratch[phase : phase + len(piece)]
-            target[:] = piece
-            self._file.write(place + begin, target.data)
-            begin += len(piece)
 
     def commit(self) -> None:
         """Make the version durable, and let it appear.

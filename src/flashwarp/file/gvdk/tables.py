@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flashwarp import _native
 from flashwarp.file.gvdk.layout import (
     BITS,
     BODY,
@@ -47,22 +48,12 @@ class Disk:
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return bytes; those behind the end of the file are missing."""
-        parts = []
-        while nbytes and (part := os.pread(self.fd, nbytes, offset)):
-            parts.append(part)
-            offset += len(part)
-            nbytes -= len(part)
-        return b"".join(parts)
+        data = bytearray(max(0, min(nbytes, self.nbytes - offset)))
+        return bytes(data[: _native.read_file(self.fd, offset, data)])
 
     def write(self, offset: int, data: bytes) -> None:
         """Store bytes."""
-        view = memoryview(data)
-        while view:
-            done = os.pwrite(self.fd, view, offset)
-            if done == 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            offset += done
-            view = view[done:]
+        _native.write_file(self.fd, offset, data)
 
     def sync(self) -> None:
         """Make all bytes of the file durable."""

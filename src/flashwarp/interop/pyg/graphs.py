@@ -67,7 +67,7 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
     Parameters
     ----------
     graphs : CsrGraph, (Array, Array), or mapping, optional
-        A graph of `flashwarp.apps.graphs`, or your arrays of offsets and neighbours; or, for a
+        A graph of `flashwarp.graphs`, or your arrays of offsets and neighbours; or, for a
         graph of several types, such a graph for each edge type of PyG. They stay the caller's.
     layout : {"csc", "csr"}
         What the list of a vertex holds: the sources of the edges that end there ("csc"), from which
@@ -87,7 +87,7 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
     Examples
     --------
     >>> import tempfile, flashwarp as fw, flashwarp.pyg
-    >>> from flashwarp.apps import graphs
+    >>> from flashwarp import graphs
     >>> store = fw.pyg.GraphStore(graphs.load("kron:6", tempfile.mkdtemp()))
     >>> store.get_all_edge_attrs()[0].size
     (64, 64)
@@ -129,7 +129,7 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
             return True
         if self._folder is None:
             raise ArgumentError(
-                "put a graph of flashwarp.apps.graphs; or make the store with folder=, which is "
+                "put a graph of flashwarp.graphs; or make the store with folder=, which is "
                 "where it writes tensors"
             )
         first, second = (torch.as_tensor(each).cpu().to(torch.int64) for each in parts)
@@ -219,7 +219,7 @@ class NeighborSampler(BaseSampler, Closing):  # type: ignore[misc]
     Examples
     --------
     >>> import tempfile, torch, flashwarp as fw, flashwarp.pyg
-    >>> from flashwarp.apps import graphs
+    >>> from flashwarp import graphs
     >>> from torch_geometric.loader import NodeLoader
     >>> graph = graphs.load("kron:8", tempfile.mkdtemp())
     >>> stores = fw.pyg.FeatureStore(), fw.pyg.GraphStore(graph)

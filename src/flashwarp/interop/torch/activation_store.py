@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flashwarp import _waiting, config, endings
+from flashwarp import _native, _waiting, config, endings
 from flashwarp.device import Device
 from flashwarp.device.memory import align_up
 from flashwarp.errors import (
@@ -58,7 +58,7 @@ class Kept:
         self.arrival: Any = None
 
 
-class _Entry:
+class _Saved:
     """What the store knows of a `Kept`. Changed under the lock of the store."""
 
     def __init__(self, number: int, nbytes: int, buffers: list[StagingBuffer]) -> None:
@@ -103,7 +103,7 @@ class ActivationStore:
         self._readers = endings.Pool(threads, "flashwarp-activations-read")
         self._limit_s = config.current().timeout_s
         self._lock = endings.Condition()
-        self._entries: dict[int, _Entry] = {}  # in the order of saving
+        self._entries: dict[int, _Saved] = {}  # in the order of saving
         self._dropped: deque[int] = deque()  # by finalizers, which may run while the lock is held
         self._kept: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
         self._free: dict[int, list[int]] = {}
@@ -130,7 +130,7 @@ class ActivationStore:
             self._check_usable()
             if self._failure is not None:
                 raise self._refusal(self._failure)
-            entry = _Entry(self.saved, flat.nbytes, self._buffers(count))
+            entry = _Saved(self.saved, flat.nbytes, self._buffers(count))
             stream = self._engine.device.current_stream("torch")
             try:
                 entry.saving = self._engine.copy_batch(
@@ -215,7 +215,7 @@ class ActivationStore:
                     self._end = max(self._end, entry.place + room)
                 entry.task = self._writers.submit(self._write, entry)
 
-    def _write(self, entry: _Entry) -> None:
+    def _write(self, entry: _Saved) -> None:
         failure: FlashwarpError | None = None
         try:
             assert entry.saving is not None
@@ -224,7 +224,7 @@ class ActivationStore:
                 for i, buffer in enumerate(entry.buffers):
                     at = i * self._buffer_bytes
                     size = min(self._buffer_bytes, align_up(entry.nbytes - at, _PAGE_BYTES))
-                    self._move(os.pwritev, buffer, size, entry.place + at)
+                    self._move(_native.write_file, buffer, size, entry.place + at)
         except FlashwarpError as error:
             failure = error
         with self._lock:
@@ -240,29 +240,24 @@ class ActivationStore:
 
     def _move(self, call: Any, buffer: StagingBuffer, nbytes: int, offset: int) -> None:
         """Read or write whole pages of a buffer."""
-        held: Any = buffer.as_numpy()
-        view = memoryview(held)[:nbytes]
-        done = 0
-        while done < nbytes:
-            try:
-                moved = call(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                number = error.errno or errno.EIO
-                way = ""
-                if number in (errno.ENOSPC, errno.EDQUOT):
-                    way = ": make room, name another folder, or raise host="
-                raise StorageError(
-                    number,
-                    f"saved tensors: {os.strerror(number)}{way}",
-                    self._folder,
-                    offset=offset + done,
-                ) from error
-            if moved == 0:
-                raise StorageError(
-                    errno.ENODATA, "saved tensors: the file is cut short", self._folder,
-                    offset=offset + done,
-                )  # fmt: skip
-            done += moved
+        try:
+            moved = call(self._fd, offset, buffer.as_numpy()[:nbytes])
+        except OSError as error:
+            number = error.errno or errno.EIO
+            hint = ""
+            if number in (errno.ENOSPC, errno.EDQUOT):
+                hint = ": make room, name another folder, or raise host="
+            raise StorageError(
+                number,
+                f"saved tensors: {os.strerror(number)}{hint}",
+                self._folder,
+                offset=getattr(error, "offset", offset),
+            ) from error
+        if moved is not None and moved < nbytes:
+            raise StorageError(
+                errno.ENODATA, "saved tensors: the file is cut short", self._folder,
+                offset=offset + moved,
+            )  # fmt: skip
 
     # Bringing back.
 
@@ -328,14 +323,14 @@ class ActivationStore:
         size = self._buffer_bytes
         return [min(size, nbytes - at) for at in range(0, nbytes, size)]
 
-    def _start_read(self, entry: _Entry, buffers: list[StagingBuffer]) -> None:
+    def _start_read(self, entry: _Saved, buffers: list[StagingBuffer]) -> None:
         entry.buffers = buffers
         entry.valid = False
         entry.saving = None
         entry.failure = None
         entry.task = self._readers.submit(self._read, entry)
 
-    def _read(self, entry: _Entry) -> None:
+    def _read(self, entry: _Saved) -> None:
         failure: FlashwarpError | None = None
         try:
             for i, buffer in enumerate(entry.buffers):
@@ -343,7 +338,7 @@ class ActivationStore:
                     break
                 at = i * self._buffer_bytes
                 size = min(self._buffer_bytes, align_up(entry.nbytes - at, _PAGE_BYTES))
-                self._move(os.preadv, buffer, size, entry.place + at)
+                self._move(_native.read_file, buffer, size, entry.place + at)
         except FlashwarpError as error:
             failure = error
         with self._lock:
@@ -357,11 +352,11 @@ class ActivationStore:
 
     # Both.
 
-    def _entry(self, kept: Kept) -> _Entry:
+    def _entry(self, kept: Kept) -> _Saved:
         self._check_usable()
         return self._entries[kept.number]
 
-    def _release(self, entry: _Entry) -> None:
+    def _release(self, entry: _Saved) -> None:
         buffers, entry.buffers = entry.buffers, []
         for buffer in buffers:
             buffer.release()

@@ -27,10 +27,8 @@ from flashwarp.checkpoint.region import Region
 from flashwarp.config import number
 from flashwarp.errors import (
     ArgumentError,
-    ClosedError,
     DamagedVersionError,
     FlashwarpError,
-    ForkError,
     MissingFileError,
     MissingVersionError,
     RemoteError,
@@ -76,11 +74,13 @@ class Partners(Catalog):
     A partner that fails or ends is a `RemoteError`; what is in the rank's own folder stays usable.
     """
 
+    _when_forked = "{0!r} was made before fork(): only the parent can use it"
     _poll_s = 1.0
 
     def __init__(
         self, path: str | os.PathLike[str], group: Any = None, *, timeout_s: float = 60.0
     ) -> None:
+        super().__init__()
         timeout = timedelta(seconds=number("timeout_s", timeout_s, 1e-3, 1e6))
         if not dist.is_initialized():
             raise ArgumentError("partners need torch.distributed.init_process_group first")
@@ -95,9 +95,7 @@ class Partners(Catalog):
         self._idle = dist.new_group(ranks, timeout=_IDLE, backend="gloo")
         self._busy = dist.new_group(ranks, timeout=timeout, backend="gloo")
         self._asking = endings.Lock()
-        self._closed = False
         self._broken = ""
-        self._process = os.getpid()
         self._timeout_s = timeout.total_seconds()
         self._writers: dict[tuple[str, int], VersionWriter] = {}
         self._server = threading.Thread(
@@ -158,7 +156,7 @@ class Partners(Catalog):
 
     def close(self) -> None:
         """Wait until the rank before closes too, and end. May be called twice."""
-        if self._closed or os.getpid() != self._process:
+        if self._closed or self._in_child:
             return
         with contextlib.suppress(FlashwarpError):
             self._ask("end", {})
@@ -171,12 +169,6 @@ class Partners(Catalog):
             _log.warning("rank %d has not closed its partner copies in time", self._before)
 
     # What `Catalog` needs.
-
-    def _check_open(self) -> None:
-        if os.getpid() != self._process:
-            raise ForkError(f"{self!r} was made before fork(): only the parent can use it")
-        if self._closed:
-            raise ClosedError(f"{self!r} is closed")
 
     def _listed(self, *folders: str) -> list[str]:
         return list(self._ask("list", {"parts": folders})[0]["names"])
@@ -206,7 +198,7 @@ class Partners(Catalog):
     def _ask(
         self, what: str, arguments: dict[str, Any], data: Any = b""
     ) -> tuple[dict[str, Any], bytearray]:
-        self._check_open()
+        self._check_usable()
         with self._asking:
             if self._broken:
                 raise RemoteError(f"rank {self._next} keeps no copies any more: {self._broken}")
@@ -330,8 +322,6 @@ class Partners(Catalog):
 
 class _Kept:
     """A data file at the partner."""
-
-    wants_pages = False
 
     def __init__(self, partners: Partners, parts: tuple[str, ...], path: str) -> None:
         self._partners = partners

@@ -36,7 +36,7 @@ _FREE = -1
 
 
 class Graph(Protocol):
-    """What a sampler needs of `flashwarp.apps.graphs.CsrGraph`."""
+    """What a sampler needs of `flashwarp.graphs.CsrGraph`."""
 
     labels: Any
 
@@ -85,7 +85,7 @@ class NeighborSampler(Closing):
 
     Parameters
     ----------
-    graph : flashwarp.apps.graphs.CsrGraph, or (Array, Array)
+    graph : flashwarp.graphs.CsrGraph, or (Array, Array)
         A graph, whose files the sampler opens and closes; or your own arrays of offsets and
         neighbours. The list of vertex v is ``neighbours[offsets[v]:offsets[v + 1]]``.
     fanouts : sequence of int
@@ -122,7 +122,7 @@ class NeighborSampler(Closing):
     Examples
     --------
     >>> import tempfile, torch, flashwarp as fw, flashwarp.torch
-    >>> from flashwarp.apps import graphs
+    >>> from flashwarp import graphs
     >>> graph = graphs.load("kron:8", tempfile.mkdtemp())
     >>> with fw.torch.NeighborSampler(graph, (5, 3), device="cpu") as sampler:
     ...     sample = sampler.sample(torch.tensor([3, 141, 59]))
@@ -469,7 +469,7 @@ def check_graph(graph: Any) -> None:
         return
     if not all(callable(getattr(graph, name, None)) for name in ("neighbours", "list_offsets")):
         raise ArgumentError(
-            f"graph={graph!r} is no graph: give what flashwarp.apps.graphs.load returns, or "
+            f"graph={graph!r} is no graph: give what flashwarp.graphs.load returns, or "
             "(offsets, neighbours)"
         )
     if graph.labels is not None:

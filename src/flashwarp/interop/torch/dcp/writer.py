@@ -361,10 +361,8 @@ def _write_record(descriptor: int, offset: int, record: Record, watch: _Watch) -
             watch.check()
             segment = part[begin : begin + _SEGMENT_BYTES]
             value = _native.crc32c(segment, value)
-            while segment:
-                moved = os.pwrite(descriptor, segment, offset)
-                offset += moved
-                segment = segment[moved:]
+            _native.write_file(descriptor, offset, segment)
+            offset += segment.nbytes
     return value
 
 
@@ -434,7 +432,10 @@ def _storage_errors(path: Path) -> Iterator[None]:
         if error.errno == errno.ENOSPC:
             text += "; the checkpoint that was there before is untouched: free space, or save "
             text += "elsewhere"
-        raise StorageError(error.errno or errno.EIO, text, error.filename or str(path)) from error
+        offset = getattr(error, "offset", None)
+        raise StorageError(
+            error.errno or errno.EIO, text, error.filename or str(path), offset=offset
+        ) from error
 
 
 @contextmanager
