@@ -13,7 +13,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 # Hundreds of tests start Python: each start would compile the package's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 # How long each native stress program runs, in seconds. It is a budget, not a limit.
-export FLASHWARP_STRESS_SECONDS ?= 3
+export FLASHWARP_STRESS_SECONDS ?= 2
 # Tests compile many policies for the CPU device, and run each for milliseconds.
 test: export FLASHWARP_HOST_OPTIMIZATION ?= 0
 
@@ -31,8 +31,8 @@ NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
   $(wildcard tests/qemu/suites/*.cpp tests/qemu/suites/*.cu)
 CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS) $(shell find benchmarks -name "*.c*" ! -name "*.py*")
 
-.PHONY: help demo test check bench bench-test lint format stubs native-test tsan asan qemu-test \
-  models simulate cost wheel docs clean
+.PHONY: help demo test test-all check bench bench-test lint format stubs native-test tsan asan \
+  qemu-test models simulate cost wheel docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -49,6 +49,13 @@ test: $(VENV)/dev.stamp  ## Everything that CI runs: lint, sanitizers, tests
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal \
 	  -o faulthandler_timeout=$(TEST_HANG_S) -o faulthandler_exit_on_timeout=true \
 	  --ignore=tests/benchmarks $(ARGS)
+
+test-all: export FLASHWARP_ALL_TESTS := 1
+test-all: export FLASHWARP_MISUSE_SEQUENCES ?= 300
+test-all: export FLASHWARP_EDGES_SECONDS ?= 8
+test-all: export FLASHWARP_SIMULATE_SECONDS ?= 10
+test-all: export FLASHWARP_STRESS_SECONDS := 10
+test-all: test bench-test  ## All of each long list, guests under QEMU, benchmarks' tests
 
 # What most changes break first: the rules of the tree, arrays and what they stand on. What compiles
 # kernels is left to `make test`.
@@ -99,7 +106,7 @@ tsan asan: $(VENV)/dev.stamp  ## The same under one sanitizer
 # The guest's processor is emulated, and takes two cores.
 qemu-test: $(VENV)/dev.stamp  ## Suites on NVMe drives of guests under QEMU, in 5 to 7 minutes
 	PYTHONPATH=tests $(BIN)/python -m qemu.image
-	FLASHWARP_QEMU=all $(BIN)/python -m pytest -s tests/qemu $(ARGS)
+	FLASHWARP_QEMU=1 $(BIN)/python -m pytest -s tests/qemu $(ARGS)
 
 models: $(VENV)/dev.stamp  ## Model-check queue pair and cache, in sizes that take minutes and 3 GB
 	@command -v spin >/dev/null \
@@ -124,7 +131,7 @@ docs: $(VENV)/docs.stamp  ## Build the documentation into docs/_build
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 clean:  ## Remove what these targets made, .venv included
-	rm -rf $(VENV) build docs/_build docs/api/generated
+	rm -rf $(VENV) build docs/_build
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src benchmarks tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+from benchmarks.base import Record
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, resolve
 from flashwarp.probe import disk
-from flashwarp.probe.report import Report, Row
 
 __all__ = ["run"]
 
@@ -46,7 +46,7 @@ def run(
     steps: Annotated[int, "Steps of each way after its first one, which is not timed."] = 3,
     seconds: Annotated[float, "Leave out what would begin later."] = 3600,
     seed: Annotated[int, "Of weights, tokens and dropout."] = 1,
-) -> Report:
+) -> Record:
     """Train GPT-2 with its activations on the device, in host memory, and on disk."""
     where = resolve(device)
     given = {"layers": layers, "width": width, "batch": batch, "length": length}
@@ -55,7 +55,7 @@ def run(
     default = whole if where.kind == "cuda" else _SMALL
     sizes = {name: value or default[name] for name, value in given.items()}
     bench = _Steps(where, folder, sizes, steps, seed)
-    bench.report = Report(
+    bench.report = Record(
         "Activations of GPT-2",
         where.describe(),
         {
@@ -63,11 +63,10 @@ def run(
             "host": parse_bytes(host),
             "least": parse_bytes(least),
             "steps": steps,
-            "left out": [],
         },
         {"weights, tokens and dropout": seed},
     )
-    late = time.monotonic() + seconds
+    bench.report.end_in(seconds)
     bench.measure_disk()
     bench.measure("no offload", contextlib.nullcontext)  # starts libraries, too
     bench.resident = bench.measure("no offload", contextlib.nullcontext)
@@ -82,8 +81,7 @@ def run(
     if not files:
         del ways["torch.save, a file a tensor"]
     for name, way in ways.items():
-        if time.monotonic() > late:
-            bench.report.settings["left out"].append(name)
+        if bench.report.is_late(name):
             continue
         with bench.report.part(name):
             bench.add(name, bench.measure(name, way))
@@ -109,7 +107,7 @@ class _Steps:
     sizes: dict[str, int]
     steps: int
     seed: int
-    report: Report = field(init=False)
+    report: Record = field(init=False)
     resident: _Result = field(init=False)
     writes_per_s: float = 0.0
     reads_per_s: float = 0.0
@@ -242,23 +240,23 @@ class _Steps:
         if not equal:
             note += " Weights differ between two runs without offload, too."
         rate = 1 / result.seconds
-        self.report.add(
-            Row(f"GPT-2 steps, {name}", rate, "steps/s", "no offload",
-                1 / resident.seconds, 0.0, right, _PAPER if ours else "", note)
+        self.report.row(
+            f"GPT-2 steps, {name}", rate, "steps/s", "no offload",
+            1 / resident.seconds, 0.0, right, _PAPER if ours else "", note
         )  # fmt: skip
         if result.disk_s:
-            self.report.add(
-                Row(f"GPT-2 steps, {name}", rate, "steps/s",
-                    "writing and reading these bytes at the disk's rates", 1 / result.disk_s)
+            self.report.row(
+                f"GPT-2 steps, {name}", rate, "steps/s",
+                "writing and reading these bytes at the disk's rates", 1 / result.disk_s
             )  # fmt: skip
         pairs = [(name, result, other, one[0]) for other, one in self.results.items()]
         if not ours:
             pairs = [(other, one, name, result) for _, _, other, one in pairs]
         for mine, one, theirs, other in pairs:
             if "ours" in mine and "ours" not in theirs and theirs != "no offload":
-                self.report.add(
-                    Row(f"GPT-2 steps, {mine}", 1 / one.seconds, "steps/s", theirs,
-                        1 / other.seconds)
+                self.report.row(
+                    f"GPT-2 steps, {mine}", 1 / one.seconds, "steps/s", theirs,
+                    1 / other.seconds
                 )  # fmt: skip
 
     def _same(self, one: _Result, other: _Result) -> bool:

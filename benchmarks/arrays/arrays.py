@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 import flashwarp as fw
+from benchmarks.base import Record
 from flashwarp._jit.compiler import Source
 from flashwarp._jit.program import LoadedKernel
 from flashwarp.array.rows import ArrayStruct
 from flashwarp.device import CudaDevice, Device, resolve
 from flashwarp.probe.disk import drop_page_cache, fill_page_cache, measure_ceiling
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, in_turns, median_of, wall_seconds
 from flashwarp.storage.npy import read_layout
 
@@ -133,11 +133,11 @@ def run(
     folder: Path,
     gib: Annotated[float, "Size of the data in GiB; default 16 on a GPU, else 1."] = 0.0,
     seed: Annotated[int, "Of the random rows."] = 1,
-) -> Report:
+) -> Record:
     """Measure everything that `device` can; needs `gib` GiB of disk in `folder` and of memory."""
     where = resolve(device)
     gib = gib or (16.0 if isinstance(where, CudaDevice) else 1.0)
-    report = Report(
+    report = Record(
         title="First light",
         device=where.describe(),
         settings={"gib": gib, "row_bytes": _ROW_BYTES},
@@ -157,7 +157,7 @@ def run(
 class _Measurement:
     """What every device can measure: rows of a file."""
 
-    def __init__(self, device: Device, report: Report, seed: int) -> None:
+    def __init__(self, device: Device, report: Record, seed: int) -> None:
         self.device = device
         self.report = report
         self.seed = seed
@@ -176,8 +176,8 @@ class _Measurement:
         figure = _FIGURES[row]
         name, against = (each.format(line=line) for each in (figure.name, figure.against))
         target = figure.target if line == 4096 else figure.target_512
-        self.report.add(
-            Row(name, value, figure.unit, against, reference, target, checked, footprint=footprint)
+        self.report.row(
+            name, value, figure.unit, against, reference, target, checked, footprint=footprint
         )
 
     def measure(self, path: Path, rows: int) -> None:
@@ -264,7 +264,7 @@ class _Measurement:
 class _Gpu(_Measurement):
     """The measurements of one GPU."""
 
-    def __init__(self, device: Device, report: Report, seed: int) -> None:
+    def __init__(self, device: Device, report: Record, seed: int) -> None:
         super().__init__(device, report, seed)
         self.kernels = load_kernels(device)
         self.torch: Any = importlib.import_module("torch")

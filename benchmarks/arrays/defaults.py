@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
+from benchmarks.base import Record, listed
 from benchmarks.small_memory import events_of, small_group
 from flashwarp.config import parse_bytes
 from flashwarp.device import host_memory, resolve
 from flashwarp.probe.disk import drop_page_cache, fill_page_cache, measure_ceiling
-from flashwarp.probe.report import Report, Row
+from flashwarp.probe.report import Row
 from flashwarp.storage.npy import DATA_OFFSET, empty_layout, write_empty
 
 __all__ = ["run"]
@@ -89,12 +90,12 @@ def run(
     epochs: Annotated[int, "How often each use goes over the file, at least 2."] = 2,
     runs: Annotated[int, "How often each way has its turn; the best counts."] = 2,
     seconds: Annotated[float, "Most seconds of an epoch; what was done in them counts."] = 2.0,
-) -> Report:
+) -> Record:
     """Compare the default with both ways over sizes and uses of a file."""
     where = resolve(device)
     given = locals()
     options = {name: given[name] for name in _OPTIONS}
-    report = Report(
+    report = Record(
         title="Page cache or O_DIRECT: the default against both",
         device=where.describe(),
         settings={
@@ -110,7 +111,7 @@ def run(
             report.settings["memory"] = "the machine's: no memory control group can be made here"
         room = limit if group is not None else host_memory.available_bytes()
         report.settings["memory_bytes"] = room
-        for text in sizes.split(","):
+        for text in listed("sizes", sizes):
             nbytes = _size(text.strip(), room)
             plan = _Plan(
                 where.name, str(folder), nbytes, room, cache, max(2, epochs), runs, seconds
@@ -121,12 +122,12 @@ def run(
     return report
 
 
-def _summarize(report: Report) -> None:
+def _summarize(report: Record) -> None:
     compared = [row for row in report.rows if row.target]
     good = sum(row.ratio >= _TARGET for row in compared)
     same = sum(row.note.startswith(_BETTER) for row in compared)
-    report.add(Row(f"figures of {len(compared)} with {_TARGET} of the better way", good, ""))
-    report.add(Row(f"figures of {len(compared)} where the default took it", same, ""))
+    report.row(f"figures of {len(compared)} with {_TARGET} of the better way", good, "")
+    report.row(f"figures of {len(compared)} where the default took it", same, "")
 
 
 def _size(text: str, room: int) -> int:

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 import flashwarp as fw
 from benchmarks.arrays import vectoradd_files
 from benchmarks.arrays.vectoradd_ours import ELEMENT_BYTES, KERNELS, TILE_BYTES, Ours, Tiled
+from benchmarks.base import Record, by_kind
 from flashwarp.device import CudaDevice, Device, Stream, resolve
 from flashwarp.errors import ArgumentError
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns, wall_seconds
 from flashwarp.program.compiling import Program
 
@@ -51,17 +51,16 @@ def run(
     storage: Annotated[str, "Where the vectors are: memory, file or both."] = "both",
     tiles: Annotated[str, "Tiles of the vectors in files, with commas."] = "16 MiB,64 MiB",
     runs: Annotated[int, "How often each way has its turn."] = 3,
-) -> Report:
+) -> Record:
     """Add through the cache, and tile by tile."""
     if storage not in _STORAGES:
         raise ArgumentError(f"storage is {', '.join(_STORAGES)}, not {storage}")
     sizes = vectoradd_files.tile_sizes(tiles)
     where = resolve(device)
-    on_gpu = isinstance(where, CudaDevice)
-    gib = gib or (2.0 if on_gpu else 0.0625)
-    cache = cache or ("1 GiB" if on_gpu else "16 MiB")
-    line = line or ("16 KiB" if on_gpu else "4 KiB")
-    report = Report(
+    gib = by_kind(where, gib, 2.0, 0.0625)
+    cache = by_kind(where, cache, "1 GiB", "16 MiB")
+    line = by_kind(where, line, "16 KiB", "4 KiB")
+    report = Record(
         title="Vector addition",
         device=where.describe(),
         settings={
@@ -86,7 +85,7 @@ def run(
 
 
 def _in_memory(
-    report: Report,
+    report: Record,
     device: Device,
     program: Program,
     nbytes: int,
@@ -131,23 +130,19 @@ def _in_memory(
     best = min(tiles, key=lambda name: seconds[name])
     for name in (*tiles, *({_IN_PLACE} & set(ways))):
         told = f"host memory: {'' if name == _IN_PLACE else 'tiled: '}{name}"
-        report.add(
-            Row(told, gb / seconds[name], "GB/s", checked=right[name], footprint=3 * c.nbytes)
-        )
+        report.row(told, gb / seconds[name], "GB/s", checked=right[name], footprint=3 * c.nbytes)
     for name in (_OURS, _LATER, *_TILED):
         for against in dict.fromkeys(("5 tiles", best, *({_IN_PLACE} & set(ways)))):
-            report.add(
-                Row(
-                    f"host memory: {name}",
-                    gb / seconds[name],
-                    "GB/s",
-                    against,
-                    gb / seconds[against],
-                    1.0 if name != _LATER and against in tiles else 0.0,
-                    right[name],
-                    paper="0.66 (BaM 5.4)" if against == "5 tiles" else "",
-                    footprint=3 * c.nbytes,
-                )
+            report.row(
+                f"host memory: {name}",
+                gb / seconds[name],
+                "GB/s",
+                against,
+                gb / seconds[against],
+                1.0 if name != _LATER and against in tiles else 0.0,
+                right[name],
+                paper="0.66 (BaM 5.4)" if against == "5 tiles" else "",
+                footprint=3 * c.nbytes,
             )
 
 

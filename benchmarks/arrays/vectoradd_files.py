@@ -23,11 +23,11 @@ import numpy as np
 
 import flashwarp as fw
 from benchmarks.arrays.vectoradd_ours import ELEMENT_BYTES, Ours, Tiled
+from benchmarks.base import Record, listed
 from flashwarp import config
 from flashwarp.config import parse_bytes
 from flashwarp.device import CudaDevice, Device, DeviceMemory, OwnedStream
 from flashwarp.errors import ArgumentError
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns, wall_seconds
 from flashwarp.program.compiling import Program
 
@@ -49,14 +49,14 @@ _OURS = {
 
 def tile_sizes(tiles: str) -> dict[str, int]:
     """Return the bytes of each size that is named, with commas between."""
-    sizes = {name.strip(): parse_bytes(name) for name in tiles.split(",")}
+    sizes = {name: parse_bytes(name) for name in listed("tiles", tiles)}
     if small := [name for name, nbytes in sizes.items() if nbytes < _PAGE_BYTES]:
         raise ArgumentError(f"tiles={tiles!r}: {', '.join(small)} is less than a page of 4 KiB")
     return {name: nbytes // _PAGE_BYTES * _PAGE_BYTES for name, nbytes in sizes.items()}
 
 
 def measure(
-    report: Report,
+    report: Record,
     device: Device,
     program: Program,
     folder: Path,
@@ -98,7 +98,7 @@ def measure(
 
 
 def _tell(
-    report: Report,
+    report: Record,
     nbytes: int,
     ways: dict[str, _Way],
     seconds: dict[str, float],
@@ -108,32 +108,28 @@ def _tell(
     tiled = [name for name in ways if name not in _OURS]
     gb = nbytes / 1e9
     for name in tiled:
-        report.add(
-            Row(
-                f"files: tiled, {name}",
-                gb / seconds[name],
-                "GB/s",
-                checked=ways[name].right,
-                note=f"page cache, {threads} threads; {ways[name].ending(seconds[name])}",
-                footprint=nbytes,
-            )
+        report.row(
+            f"files: tiled, {name}",
+            gb / seconds[name],
+            "GB/s",
+            checked=ways[name].right,
+            note=f"page cache, {threads} threads; {ways[name].ending(seconds[name])}",
+            footprint=nbytes,
         )
     best = min(tiled, key=lambda name: seconds[name])
     for name, (told, target) in _OURS.items():
-        report.add(
-            Row(
-                told,
-                gb / seconds[name],
-                "GB/s",
-                f"tiled, {best}",
-                gb / seconds[best],
-                target,
-                ways[name].right,
-                paper="0.66 (BaM 5.4)",
-                note=f"page cache; data paths: inputs {paths[0]}, output {paths[2]}; "
-                + ways[name].ending(seconds[name]),
-                footprint=nbytes,
-            )
+        report.row(
+            told,
+            gb / seconds[name],
+            "GB/s",
+            f"tiled, {best}",
+            gb / seconds[best],
+            target,
+            ways[name].right,
+            paper="0.66 (BaM 5.4)",
+            note=f"page cache; data paths: inputs {paths[0]}, output {paths[2]}; "
+            + ways[name].ending(seconds[name]),
+            footprint=nbytes,
         )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import Record
 from flashwarp.device import Device
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns, wall_seconds
 
 __all__ = ["CallsBench"]
@@ -20,7 +20,7 @@ __all__ = ["CallsBench"]
 class CallsBench:
     """Ours and the alternatives, on one device, with rows of one width."""
 
-    report: Report
+    report: Record
 
     def __init__(self, device: Device, row_bytes: int, runs: int, rng: np.random.Generator) -> None:
         self.device = device
@@ -114,14 +114,12 @@ class CallsBench:
         footprint: int = 0,
     ) -> None:
         """Report seconds in microseconds."""
-        self.report.add(
-            Row(
-                name,
-                seconds * 1e6,
-                "us",
-                other_name,
-                other * 1e6,
-                checked=checked,
-                footprint=footprint,
-            )
+        self.report.row(
+            name,
+            seconds * 1e6,
+            "us",
+            other_name,
+            other * 1e6,
+            checked=checked,
+            footprint=footprint,
         )

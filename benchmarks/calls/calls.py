@@ -23,12 +23,12 @@ from typing import Annotated, Any
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import Record
 from benchmarks.calls import graphs as calls_graphs
 from benchmarks.calls import neighbours as calls_neighbours
 from benchmarks.calls.base import CallsBench
 from flashwarp.config import parse_bytes
 from flashwarp.device import resolve
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import wall_seconds
 
 __all__ = ["run"]
@@ -88,7 +88,7 @@ def run(
     first: Annotated[bool, "Also the first gather of a process without compiled kernels."] = True,
     neighbours: Annotated[int, "Rows of a gather beside other work on a GPU; 0: none."] = 200_000,
     seed: Annotated[int, "Of the random rows."] = 1,
-) -> Report:
+) -> Record:
     """Time calls of a few rows, one at a time, beside what a program would call without us."""
     where = resolve(device)
     bench = _Calls(where, parse_bytes(row), runs, np.random.default_rng(seed))
@@ -99,7 +99,7 @@ def run(
         "runs": runs,
         "neighbours": neighbours,
     }
-    bench.report = Report("Calls", where.describe(), settings, {"rows": seed})
+    bench.report = Record("Calls", where.describe(), settings, {"rows": seed})
     bench.resident(parse_bytes(resident))
     bench.cold(parse_bytes(cold), folder)
     bench.launches()
@@ -290,17 +290,15 @@ class _Calls(CallsBench):
         seconds, imported, context, opened, gathered, again, made, right = sorted(runs)[
             len(runs) // 2
         ]
-        self.report.add(
-            Row(
-                "first gather of a process, with its open, nothing compiled before",
-                seconds * 1e6,
-                "us",
-                checked=bool(right),
-                note=(
-                    f"median of {len(runs)} processes ({min(runs)[0]:.3g} to {max(runs)[0]:.3g} s):"
-                    f" open {opened:.3g} s, gather {gathered:.3g} s, the next gather "
-                    f"{again * 1e6:.0f} us; before, import {imported:.3g} s and context "
-                    f"{context:.3g} s. It left {made} files of compiled code."
-                ),
-            )
+        self.report.row(
+            "first gather of a process, with its open, nothing compiled before",
+            seconds * 1e6,
+            "us",
+            checked=bool(right),
+            note=(
+                f"median of {len(runs)} processes ({min(runs)[0]:.3g} to {max(runs)[0]:.3g} s):"
+                f" open {opened:.3g} s, gather {gathered:.3g} s, the next gather "
+                f"{again * 1e6:.0f} us; before, import {imported:.3g} s and context "
+                f"{context:.3g} s. It left {made} files of compiled code."
+            ),
         )

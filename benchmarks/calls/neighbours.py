@@ -15,7 +15,6 @@ import numpy as np
 
 import flashwarp as fw
 from benchmarks.calls.base import CallsBench
-from flashwarp.probe.report import Row
 
 __all__ = ["Pair", "neighbours"]
 
@@ -72,7 +71,7 @@ class Pair:
             self._add(f"{gather}, beside {name}", rate / seconds, "k rows/s", rate / alone, checked)
 
     def _add(self, name: str, value: float, unit: str, alone: float, checked: bool) -> None:
-        self.bench.report.add(Row(name, value, unit, "alone", alone, checked=checked))
+        self.bench.report.row(name, value, unit, "alone", alone, checked=checked)
 
     def matmuls(self) -> Callable[[], object]:
         """Return what multiplies two matrices."""

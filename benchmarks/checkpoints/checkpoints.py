@@ -7,21 +7,19 @@ The other parts save one large state, and measure what a checkpoint is made of.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from benchmarks.base import Record, listed
 from benchmarks.checkpoints import gpus as several
 from benchmarks.checkpoints import nodes as many
 from benchmarks.checkpoints import others, shots
 from benchmarks.checkpoints import state as one
 from benchmarks.checkpoints.disk import Disk
 from benchmarks.checkpoints.shots import PAPER_LINKS, Links
-from flashwarp.config import choice, integer, parse_bytes
+from flashwarp.config import integer, parse_bytes
 from flashwarp.device import Device, resolve
-from flashwarp.probe.report import Report
 from flashwarp.probe.timing import median_of
 
 __all__ = ["run"]
@@ -65,28 +63,28 @@ def run(
     gpus: Annotated[str, "Processes at a time, each on its GPU."] = "1,2",
     nodes: Annotated[str, "Nodes to simulate."] = "1,10,100,1000",
     figures: Annotated[str, "Record of this benchmark whose links nodes have; this run's."] = "",
-) -> Report:
+) -> Record:
     """Write and restore histories and one large state, beside plain copies and other libraries."""
     where = resolve(device)
     integer("steps", steps, 2, 1 << 20)
-    wanted = _named("parts", parts, _PARTS)
-    theirs = _named("ways", ways, _WAYS) if "others" in wanted else []
+    wanted = listed("parts", parts, _PARTS)
+    theirs = listed("ways", ways, _WAYS) if "others" in wanted else []
     first, later = (
         [each for each in theirs if each in group]
         for group in (others.STATES[:1], others.STATES[1:])
     )
     plans = shots.plans(
-        _named("sizes", sizes, shots.SIZES),
-        _named("orders", orders, shots.ORDERS),
-        [each == "yes" for each in _named("waits", waits, _WAITS)],
-        [float(each) / 1e3 for each in intervals_ms.split(",")],
-        [float(each) for each in sigmas.split(",")],
-        [float(each) for each in caches.split(",")],
-        _named("hints", hints, shots.HINTS),
+        listed("sizes", sizes, shots.SIZES),
+        listed("orders", orders, shots.ORDERS),
+        [each == "yes" for each in listed("waits", waits, _WAITS)],
+        [float(each) / 1e3 for each in listed("intervals_ms", intervals_ms)],
+        [float(each) for each in listed("sigmas", sigmas)],
+        [float(each) for each in listed("caches", caches)],
+        listed("hints", hints, shots.HINTS),
     )
     total, state_bytes = mib << 20, parse_bytes(state, "state")
     limited = limit and where.kind == "cpu"
-    report = Report(
+    report = Record(
         title="Checkpoints",
         device=where.describe(),
         settings={
@@ -102,14 +100,14 @@ def run(
     disk = Disk.measure(folder, min(max(state_bytes, total), most))
     links = _links(where, disk, total // steps)
     report.settings["measured_bytes_per_s"] = vars(links)
-    late = _Late(seconds)
+    report.end_in(seconds)
     saved_s = 0.0
     if "decision" in wanted:
         one.add_decision(report, runs)
     if "saved" in wanted or first or later:  # other ways to save a state stand beside it
         saved_s = one.add_saved(report, where, folder, state_bytes, runs)
     if first:
-        others.add_state(report, where, folder, state_bytes, saved_s, late, first)
+        others.add_state(report, where, folder, state_bytes, saved_s, first)
     if "saved" in wanted and where.kind == "cuda":
         one.add_overlapped(report, where, folder, state_bytes)
     if "durable" in wanted:
@@ -127,22 +125,21 @@ def run(
             folder,
             total,
             steps,
-            [integer("gpus", int(each), 1, 64) for each in gpus.split(",")],
+            [integer("gpus", int(each), 1, 64) for each in listed("gpus", gpus)],
             plans,
             links,
-            late,
         )
     if "shots" in wanted:
         if limited:
             links = _of_paper(links, total // steps)
             report.settings["limits_bytes_per_s"] = vars(links)
         shots.add_shots(
-            report, where, folder, total, steps, plans, eviction, links, limited=limited, late=late
+            report, where, folder, total, steps, plans, eviction, links, limited=limited
         )
     if theirs:
         lengths = shots.sizes_of("uniform", steps, total, 0)
-        others.add_shot(report, where, folder, lengths, links, late, theirs)
-        others.add_state(report, where, folder, state_bytes, saved_s, late, later)
+        others.add_shot(report, where, folder, lengths, links, theirs)
+        others.add_state(report, where, folder, state_bytes, saved_s, later)
     if "nodes" in wanted:
         links = many.links_of(figures) if figures else links
         report.settings["node_bytes_per_s"] = vars(links)
@@ -151,18 +148,10 @@ def run(
         slots = max(1, steps // 12), max(1, steps * 8 // 12)
         interval_s = float(intervals_ms.split(",")[0]) / 1e3
         node = many.Node(links, total // steps, steps, slots, interval_s)
-        many.add_nodes(report, node, [integer("nodes", int(each), 1) for each in nodes.split(",")])
+        many.add_nodes(
+            report, node, [integer("nodes", int(each), 1) for each in listed("nodes", nodes)]
+        )
     return report
-
-
-class _Late:
-    """Says whether so many seconds have passed since it was made."""
-
-    def __init__(self, seconds: float) -> None:
-        self._until = time.monotonic() + seconds
-
-    def __call__(self) -> bool:
-        return time.monotonic() > self._until
 
 
 def _links(device: Device, disk: Disk, nbytes: int) -> Links:
@@ -181,10 +170,3 @@ def _of_paper(links: Links, nbytes: int) -> Links:
     """Return links that move a snapshot in the time in which the paper's move one of 128 MiB."""
     paper = PAPER_LINKS.times(nbytes / shots.PAPER_SNAPSHOT_BYTES)
     return Links(links.within, paper.down, paper.up, paper.writes, paper.reads)
-
-
-def _named(option: str, text: str, allowed: Sequence[str]) -> list[str]:
-    names = [each.strip() for each in text.split(",")]
-    for name in names:
-        choice(option, name, allowed)
-    return names

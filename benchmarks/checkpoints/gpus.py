@@ -21,15 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
+from benchmarks.base import Record
 from benchmarks.checkpoints.disk import Disk
 from benchmarks.checkpoints.nodes import Node, simulate
-from benchmarks.checkpoints.others import absent
 from benchmarks.checkpoints.shots import Links, Plan, shoot, sizes_of
 from benchmarks.checkpoints.state import finish, new_array, wait_until_pinned
 from flashwarp._jit import driver
 from flashwarp.device import Device, resolve
 from flashwarp.errors import FlashwarpError, WaitTimeout
-from flashwarp.probe.report import Report, Row
 
 __all__ = ["add_gpus"]
 
@@ -61,7 +60,7 @@ class _Answer:
 
 
 def add_gpus(
-    report: Report,
+    report: Record,
     device: Device,
     folder: Path,
     total: int,
@@ -69,7 +68,6 @@ def add_gpus(
     counts: list[int],
     plans: list[Plan],
     links: Links,
-    late: Callable[[], bool],
 ) -> None:
     """Add shots of so many processes at a time, each of so many bytes, without and with barriers.
 
@@ -80,15 +78,14 @@ def add_gpus(
     alone: dict[str, float] = {}
     for count in counts:
         if count > most:
-            absent(report, f"{_count_of(count)} at a time", f"the driver sees {_count_of(most)}")
+            report.leave_out(f"{_count_of(count)} at a time", f"the driver sees {_count_of(most)}")
             continue
         devices = [f"cuda:{each}" if device.kind == "cuda" else "cpu" for each in range(count)]
         with _processes(devices) as processes:
             for plan in plans:
                 for coupled in (False, True):
                     name = f"{'a barrier in each step' if coupled else 'no barrier'}, {plan}"
-                    if late():
-                        absent(report, f"{_count_of(count)}, {name}", "no time was left")
+                    if report.is_late(f"{_count_of(count)}, {name}"):
                         continue
                     lengths = sizes_of(plan.sizes, steps, total, plan.sigma)
                     caches = int(total * plan.cache / 12), int(total * plan.cache * 8 / 12)
@@ -105,7 +102,7 @@ def add_gpus(
 
 
 def _add(
-    report: Report,
+    report: Record,
     count: int,
     name: str,
     plan: Plan,
@@ -121,39 +118,35 @@ def _add(
     written = [total / each.write_s / 1e9 for each in found]
     one = alone.setdefault(name, rates[0]) if count == 1 else alone.get(name, 0.0)
     tiers = [each.restarts_from for each in found]
-    report.add(
-        Row(
-            f"restore, {_count_of(count)}, {name}",
-            sum(rates),
-            "GB/s",
-            f"{_count_of(count)} as fast as 1",
-            count * one,
-            checked=all(each.right for each in found),
-            note=(
-                f"each process: {', '.join(f'{rate:.3g}' for rate in rates)} GB/s restored and "
-                f"{', '.join(f'{rate:.3g}' for rate in written)} GB/s written; from {tiers}"
-            ),
-            footprint=count * total,
-        )
+    report.row(
+        f"restore, {_count_of(count)}, {name}",
+        sum(rates),
+        "GB/s",
+        f"{_count_of(count)} as fast as 1",
+        count * one,
+        checked=all(each.right for each in found),
+        note=(
+            f"each process: {', '.join(f'{rate:.3g}' for rate in rates)} GB/s restored and "
+            f"{', '.join(f'{rate:.3g}' for rate in written)} GB/s written; from {tiers}"
+        ),
+        footprint=count * total,
     )
     slots = max(1, steps * caches[0] // total), max(1, steps * caches[1] // total)
     node = Node(links, total // steps, steps, slots, plan.interval_s)
     hinted = plan.hints != "none"
     predicted = simulate(node, 1, plan.order, coupled=coupled, hints=hinted, gpus=count)
     wall_s = max(each.ended_s for each in found) - min(each.began_s for each in found)
-    report.add(
-        Row(
-            f"shots, {_count_of(count)}, {name}",
-            count / wall_s,
-            "shots/s",
-            "the simulation",
-            count / predicted.end_s,
-            note=(
-                f"{wall_s:.2f} s, and {predicted.end_s:.2f} simulated, with the disk at "
-                f"{links.writes / 1e9:.2f} GB/s of writes and {links.reads / 1e9:.2f} of reads, "
-                "beside the shots, and all versions of one size"
-            ),
-        )
+    report.row(
+        f"shots, {_count_of(count)}, {name}",
+        count / wall_s,
+        "shots/s",
+        "the simulation",
+        count / predicted.end_s,
+        note=(
+            f"{wall_s:.2f} s, and {predicted.end_s:.2f} simulated, with the disk at "
+            f"{links.writes / 1e9:.2f} GB/s of writes and {links.reads / 1e9:.2f} of reads, "
+            "beside the shots, and all versions of one size"
+        ),
     )
 
 

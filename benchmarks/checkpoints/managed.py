@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
 
+from benchmarks.base import Record
 from benchmarks.checkpoints.shots import HINTS, Links, order_of
 from benchmarks.checkpoints.state import VALUES, blocked, ends_are, finish, new_array
-from flashwarp.probe.report import Report, Row
 
 __all__ = ["add_managed"]
 
@@ -26,9 +25,7 @@ _SHARE = 0.25
 """Of the memory that is free on the GPU: a program that asks for more than there is may hang it."""
 
 
-def add_managed(
-    report: Report, device: Any, lengths: NDArray[Any], links: Links, late: Callable[[], bool]
-) -> str:
+def add_managed(report: Record, device: Any, lengths: NDArray[Any], links: Links) -> str:
     """Add how managed memory restores the uniform shot; return why not, if it cannot."""
     total, free = int(lengths.sum()), device.memory_info().free_bytes
     if total > free * _SHARE:
@@ -37,8 +34,8 @@ def add_managed(
     try:
         for order in _ORDERS:
             for hints in HINTS:
-                if late():
-                    return "no time was left"
+                if report.is_late(f"managed memory, {order}, hints: {hints}"):
+                    return ""
                 _add(report, device, snapshots, order, hints, links)
     finally:
         snapshots.close()
@@ -81,7 +78,7 @@ class _Snapshots:
 
 
 def _add(
-    report: Report, device: Any, snapshots: _Snapshots, order: str, hints: str, links: Links
+    report: Record, device: Any, snapshots: _Snapshots, order: str, hints: str, links: Links
 ) -> None:
     blocks, nbytes = snapshots.blocks, snapshots.nbytes
     room = max(1, len(blocks) // 12)
@@ -116,16 +113,14 @@ def _add(
         snapshots.place(blocks[step], on_host=True)
     snapshots.settle()
     total = nbytes * len(blocks)
-    report.add(
-        Row(
-            f"restore from managed memory, uniform {order}, 10 ms, hints: {hints}",
-            total / read_s / 1e9,
-            "GB/s",
-            "copies inside the device",
-            links.within / 1e9,
-            checked=right,
-            note=f"{total / write_s / 1e9:.3g} GB/s written; advice and prefetches by the driver; "
-            "in memory alone, never on storage",
-            footprint=total,
-        )
+    report.row(
+        f"restore from managed memory, uniform {order}, 10 ms, hints: {hints}",
+        total / read_s / 1e9,
+        "GB/s",
+        "copies inside the device",
+        links.within / 1e9,
+        checked=right,
+        note=f"{total / write_s / 1e9:.3g} GB/s written; advice and prefetches by the driver; "
+        "in memory alone, never on storage",
+        footprint=total,
     )

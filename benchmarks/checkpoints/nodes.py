@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.base import Record
 from benchmarks.checkpoints.shots import Links, order_of
 from flashwarp.errors import ArgumentError
-from flashwarp.probe.report import Report, Row
 
 __all__ = ["Node", "add_checks", "add_nodes", "links_of", "simulate"]
 
@@ -323,7 +323,7 @@ def links_of(path: str) -> Links:
         ) from error
 
 
-def add_nodes(report: Report, node: Node, counts: list[int]) -> None:
+def add_nodes(report: Record, node: Node, counts: list[int]) -> None:
     """Add what shots on many nodes would reach."""
     alone: dict[tuple[bool, bool], Outcome] = {}
     total = node.nbytes * node.steps
@@ -335,21 +335,19 @@ def add_nodes(report: Report, node: Node, counts: list[int]) -> None:
                 one = alone.setdefault((coupled, hints), found)
                 coupling = "a barrier in each step" if coupled else "no barrier"
                 hinted = "all" if hints else "none"
-                report.add(
-                    Row(
-                        f"simulated: {count_of(nodes)}, {coupling}, irregular, hints: {hinted}",
-                        nodes / found.end_s,
-                        "shots/s",
-                        f"as many nodes as fast as {counts[0]}",
-                        nodes / one.end_s,
-                        note=f"a simulation; each node writes {show(total / found.write_s / 1e9)} "
-                        f"and restores {show(total / found.read_s / 1e9)} GB/s; the last ends "
-                        f"after {found.end_s:.2f} s",
-                    )
+                report.row(
+                    f"simulated: {count_of(nodes)}, {coupling}, irregular, hints: {hinted}",
+                    nodes / found.end_s,
+                    "shots/s",
+                    f"as many nodes as fast as {counts[0]}",
+                    nodes / one.end_s,
+                    note=f"a simulation; each node writes {show(total / found.write_s / 1e9)} "
+                    f"and restores {show(total / found.read_s / 1e9)} GB/s; the last ends "
+                    f"after {found.end_s:.2f} s",
                 )
 
 
-def add_checks(report: Report, path: str) -> None:
+def add_checks(report: Record, path: str) -> None:
     """Add what the simulation says of shots that a record has measured on one node."""
     record = json.loads(Path(path).read_text())
     settings = record["settings"]
@@ -361,13 +359,11 @@ def add_checks(report: Report, path: str) -> None:
             continue
         node = Node(links_of(path), nbytes, steps, slots, float(found["ms"]) / 1e3)
         shot = simulate(node, 1, found["order"], coupled=False, hints=True)
-        report.add(
-            Row(
-                f"simulated: the measured node, {found['order']}, {found['ms']} ms, hints: all",
-                1 / shot.end_s,
-                "shots/s",
-                "measured",
-                row["value"],
-                note="a simulation with the best rates that the disk gave in that run",
-            )
+        report.row(
+            f"simulated: the measured node, {found['order']}, {found['ms']} ms, hints: all",
+            1 / shot.end_s,
+            "shots/s",
+            "measured",
+            row["value"],
+            note="a simulation with the best rates that the disk gave in that run",
         )

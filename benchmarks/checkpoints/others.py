@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.base import Record
 from benchmarks.checkpoints.managed import add_managed
 from benchmarks.checkpoints.shots import Links
 from benchmarks.checkpoints.state import (
@@ -28,10 +29,9 @@ from benchmarks.checkpoints.state import (
     pinned_array,
 )
 from flashwarp.device import Device
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import wall_seconds
 
-__all__ = ["SHOTS", "STATES", "absent", "add_shot", "add_state"]
+__all__ = ["SHOTS", "STATES", "add_shot", "add_state"]
 
 _INTERVAL_S = 0.01
 
@@ -143,12 +143,11 @@ SHOTS = ("managed", "load", "adios2")
 
 
 def add_state(
-    report: Report,
+    report: Record,
     device: Device,
     folder: Path,
     nbytes: int,
     saved_s: float,
-    late: Callable[[], bool],
     names: Sequence[str],
 ) -> None:
     """Add what some of `STATES` block to save one state."""
@@ -159,63 +158,58 @@ def add_state(
     tensor = torch.as_tensor(state)
     tensor.random_()  # some libraries compress
     for number, (name, save) in enumerate(map(_SAVES.__getitem__, names)):
-        if late():
-            absent(report, name, "no time was left")
+        if report.is_late(name):
             continue
         place = folder / f"other{number}"
         try:
             seconds = save(device, tensor, place)
         except Exception as error:  # of a library that this one does not control
-            absent(report, name, f"{type(error).__name__}: {str(error)[:200]}")
+            report.leave_out(name, f"{type(error).__name__}: {error}")
             continue
         finally:
             shutil.rmtree(place, ignore_errors=True)
             place.unlink(missing_ok=True)
-        report.add(
-            Row(
-                f"a state saved, beside {name}",
-                nbytes / saved_s / 1e9,
-                "GB/s",
-                name,
-                nbytes / seconds / 1e9,
-                target=100.0 if "a thread" in name else 0.0,
-                note=f"it blocks {seconds:.3f} s, and a checkpoint {saved_s * 1e3:.3f} ms",
-                footprint=nbytes,
-            )
+        report.row(
+            f"a state saved, beside {name}",
+            nbytes / saved_s / 1e9,
+            "GB/s",
+            name,
+            nbytes / seconds / 1e9,
+            target=100.0 if "a thread" in name else 0.0,
+            note=f"it blocks {seconds:.3f} s, and a checkpoint {saved_s * 1e3:.3f} ms",
+            footprint=nbytes,
         )
 
 
 def add_shot(
-    report: Report,
+    report: Record,
     device: Device,
     folder: Path,
     lengths: NDArray[Any],
     links: Links,
-    late: Callable[[], bool],
     names: Sequence[str],
 ) -> None:
     """Add how some of `SHOTS` restore the uniform shot in reverse order."""
     ways: dict[str, Callable[[], object]] = {}
     if "managed" in names and device.kind == "cuda":
-        ways["managed memory"] = partial(add_managed, report, device, lengths, links, late)
+        ways["managed memory"] = partial(add_managed, report, device, lengths, links)
     if "load" in names and _has(report, "torch"):
         ways["torch.load"] = partial(_add_torch_load, report, device, folder, lengths, links)
     if "adios2" in names and _has(report, "adios2"):
         ways["ADIOS2"] = partial(_add_adios2, report, device, folder, lengths, links)
     for name, add in ways.items():
-        if late():
-            absent(report, name, "no time was left")
+        if report.is_late(name):
             continue
         try:
             why = add()
         except Exception as error:  # of a library that this one does not control
-            why = f"{type(error).__name__}: {str(error)[:200]}"
+            why = f"{type(error).__name__}: {error}"
         if why:
-            absent(report, name, str(why))
+            report.leave_out(name, str(why))
 
 
 def _add_torch_load(
-    report: Report, device: Device, folder: Path, lengths: NDArray[Any], links: Links
+    report: Record, device: Device, folder: Path, lengths: NDArray[Any], links: Links
 ) -> None:
     torch: Any = importlib.import_module("torch")
     place = folder / "torch"
@@ -235,25 +229,23 @@ def _add_torch_load(
         right &= ends_are(found, step % VALUES)
     shutil.rmtree(place)
     total = int(lengths.sum())
-    report.add(
-        Row(
-            "torch.load of each",
-            total / read_s / 1e9,
-            "GB/s",
-            "copies inside the device",
-            links.within / 1e9,
-            checked=right,
-            note=(
-                f"{total / write_s / 1e9:.3g} GB/s written by torch.save, which makes nothing "
-                "durable; through the page cache, without the limits of links"
-            ),
-            footprint=total,
-        )
+    report.row(
+        "torch.load of each",
+        total / read_s / 1e9,
+        "GB/s",
+        "copies inside the device",
+        links.within / 1e9,
+        checked=right,
+        note=(
+            f"{total / write_s / 1e9:.3g} GB/s written by torch.save, which makes nothing "
+            "durable; through the page cache, without the limits of links"
+        ),
+        footprint=total,
     )
 
 
 def _add_adios2(
-    report: Report, device: Device, folder: Path, lengths: NDArray[Any], links: Links
+    report: Record, device: Device, folder: Path, lengths: NDArray[Any], links: Links
 ) -> None:
     """Add ADIOS2 with its engine BP5, which buffers in host memory and has no cache on the GPU.
 
@@ -308,31 +300,23 @@ def _add_adios2(
     engine.close()
     shutil.rmtree(path)
     total = int(lengths.sum())
-    report.add(
-        Row(
-            "restore by ADIOS2, uniform reverse, 10 ms",
-            total / read_s / 1e9,
-            "GB/s",
-            "copies inside the device",
-            links.within / 1e9,
-            checked=right,
-            note=(
-                f"{total / write_s / 1e9:.3g} GB/s written, closed after {close_s:.2f} s more; "
-                f"BP5 of {adios2.__version__}, written in the background, nothing durable"
-            ),
-            footprint=total,
-        )
+    report.row(
+        "restore by ADIOS2, uniform reverse, 10 ms",
+        total / read_s / 1e9,
+        "GB/s",
+        "copies inside the device",
+        links.within / 1e9,
+        checked=right,
+        note=(
+            f"{total / write_s / 1e9:.3g} GB/s written, closed after {close_s:.2f} s more; "
+            f"BP5 of {adios2.__version__}, written in the background, nothing durable"
+        ),
+        footprint=total,
     )
 
 
-def _has(report: Report, module: str) -> bool:
+def _has(report: Record, module: str) -> bool:
     if importlib.util.find_spec(module) is not None:
         return True
-    absent(report, module, "not installed")
+    report.leave_out(module, "not installed")
     return False
-
-
-def absent(report: Report, name: str, why: str) -> None:
-    """Note what was not measured."""
-    report.settings.setdefault("left out", {})[name] = why
-    print(f"left out: {name}: {why}", flush=True)

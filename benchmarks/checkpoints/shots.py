@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
+from benchmarks.base import Record
 from benchmarks.checkpoints.disk import Disk
 from benchmarks.checkpoints.state import (
     VALUES,
@@ -37,7 +38,6 @@ from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.report import CheckpointStats
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.device import Device
-from flashwarp.probe.report import Report, Row
 
 __all__ = [
     "HINTS",
@@ -273,7 +273,7 @@ def plans(
 
 
 def add_shots(
-    report: Report,
+    report: Record,
     device: Device,
     folder: Path,
     total: int,
@@ -283,14 +283,12 @@ def add_shots(
     links: Links,
     *,
     limited: bool,
-    late: Callable[[], bool],
 ) -> None:
     """Run shots until it is late, and add what each restored and how long it took."""
     plain: tuple[Plan, Shot] | None = None
     before = Disk(links.writes, links.reads)
     for number, plan in enumerate(wanted):
-        if late():
-            report.settings.setdefault("left out", {})[str(plan)] = "no time was left"
+        if report.is_late(str(plan)):
             continue
         lengths = sizes_of(plan.sizes, steps, total, plan.sigma)
         caches = (int(total * plan.cache / 12), int(total * plan.cache * 8 / 12))
@@ -347,7 +345,7 @@ def wanted_from_s(
 
 
 def _add(
-    report: Report,
+    report: Record,
     plan: Plan,
     shot: Shot,
     lengths: NDArray[np.int64],
@@ -362,22 +360,20 @@ def _add(
     against = ("no hints", total / plain.read_s / 1e9) if plain is not None else ("", 0.0)
     if plain is shot:
         against = "copies inside the device", links.within / 1e9
-    report.add(
-        Row(
-            f"restore, {plan}",
-            rate / 1e9,
-            "GB/s",
-            *against,
-            target=_TIMES if of_paper else 0.0,
-            checked=shot.right,
-            note=(
-                f"{total / shot.write_s / 1e9:.3g} GB/s written, durable after {shot.drain_s:.2f} "
-                f"s more; {shot.wall_s:.2f} s in all; from {shot.stats.restarts_from}; "
-                f"{card.useful} hints useful, {card.late} late; "
-                f"{shot.stats.prefetch_distance:.1f} versions ahead"
-            ),
-            footprint=total,
-        )
+    report.row(
+        f"restore, {plan}",
+        rate / 1e9,
+        "GB/s",
+        *against,
+        target=_TIMES if of_paper else 0.0,
+        checked=shot.right,
+        note=(
+            f"{total / shot.write_s / 1e9:.3g} GB/s written, durable after {shot.drain_s:.2f} "
+            f"s more; {shot.wall_s:.2f} s in all; from {shot.stats.restarts_from}; "
+            f"{card.useful} hints useful, {card.late} late; "
+            f"{shot.stats.prefetch_distance:.1f} versions ahead"
+        ),
+        footprint=total,
     )
     if plan.hints != "all":
         return
@@ -387,38 +383,32 @@ def _add(
         left_s = max(total / links.within, backward_s - computed_s)
         allowed = 1 - left_s / plain.read_s
         from_s = wanted_from_s(lengths, caches, links, plain.read_s)
-        report.add(
-            Row(
-                f"restores against those without hints, {plan}",
-                plain.read_s / shot.read_s,
-                "times as fast",
-                "what links allow",
-                plain.read_s / left_s,
-                note=f"with the disk at {links.writes / 1e9:.2f} GB/s of writes and "
-                f"{links.reads / 1e9:.2f} of reads, beside the shot; the links allow "
-                f"{_TIMES:g} times from {from_s * 1e3:.1f} ms a step on",
-            )
+        report.row(
+            f"restores against those without hints, {plan}",
+            plain.read_s / shot.read_s,
+            "times as fast",
+            "what links allow",
+            plain.read_s / left_s,
+            note=f"with the disk at {links.writes / 1e9:.2f} GB/s of writes and "
+            f"{links.reads / 1e9:.2f} of reads, beside the shot; the links allow "
+            f"{_TIMES:g} times from {from_s * 1e3:.1f} ms a step on",
         )
-        report.add(
-            Row(
-                f"restore stall hidden, {plan}",
-                1 - shot.read_s / plain.read_s,
-                "of that without hints",
-                "what links allow",
-                allowed,
-                note=f"{shot.read_s:.3f} s of {plain.read_s:.3f} s are left; the links leave "
-                f"{left_s:.3f} s",
-            )
+        report.row(
+            f"restore stall hidden, {plan}",
+            1 - shot.read_s / plain.read_s,
+            "of that without hints",
+            "what links allow",
+            allowed,
+            note=f"{shot.read_s:.3f} s of {plain.read_s:.3f} s are left; the links leave "
+            f"{left_s:.3f} s",
         )
-    report.add(
-        Row(
-            f"shots, {plan}",
-            1 / shot.wall_s,
-            "shots/s",
-            "computation, or the bytes of the slowest link",
-            1 / (forward_s + backward_s),
-            target=1 / 1.1,
-            note=f"{shot.wall_s:.2f} s; at least {forward_s:.2f} s forward and {backward_s:.2f} s "
-            "backward by plain rates of the links",
-        )
+    report.row(
+        f"shots, {plan}",
+        1 / shot.wall_s,
+        "shots/s",
+        "computation, or the bytes of the slowest link",
+        1 / (forward_s + backward_s),
+        target=1 / 1.1,
+        note=f"{shot.wall_s:.2f} s; at least {forward_s:.2f} s forward and {backward_s:.2f} s "
+        "backward by plain rates of the links",
     )

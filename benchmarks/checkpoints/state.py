@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import Record
 from benchmarks.checkpoints.disk import Disk
 from flashwarp.checkpoint.buffer import ALIGNMENT, FragmentTable
 from flashwarp.checkpoint.directory import Directory, writer
@@ -27,7 +28,6 @@ from flashwarp.checkpoint.eviction import Score
 from flashwarp.checkpoint.region import Region
 from flashwarp.device import Device
 from flashwarp.errors import WaitTimeout
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns, median_of, wall_seconds
 
 __all__ = [
@@ -117,7 +117,7 @@ def wait_until_pinned(made: fw.Checkpointer, nbytes: int) -> None:
         time.sleep(0.01)
 
 
-def add_saved(report: Report, device: Device, folder: Path, nbytes: int, runs: int) -> float:
+def add_saved(report: Record, device: Device, folder: Path, nbytes: int, runs: int) -> float:
     """Add what `checkpoint` blocks with room in the GPU cache; return it in seconds."""
     state, target = new_array(device, nbytes), new_array(device, nbytes)
     # A discarded version keeps its room until its flush has stopped, at its next piece.
@@ -145,24 +145,22 @@ def add_saved(report: Report, device: Device, folder: Path, nbytes: int, runs: i
         found = in_turns(
             {"copy": lambda: blocked(device, lambda: copy(target, state)), "save": save}, runs
         )
-    report.add(
-        Row(
-            "a state saved, with room in the GPU cache",
-            nbytes / found["save"] / 1e9,
-            "GB/s",
-            "a plain copy inside the device",
-            nbytes / found["copy"] / 1e9,
-            target=1 / 1.3,
-            checked=right,
-            note=f"blocks the stream {found['save'] * 1e3:.3f} ms, and the thread "
-            f"{median(calls) * 1e3:.3f} ms; the plain copy takes {found['copy'] * 1e3:.3f} ms",
-            footprint=nbytes,
-        )
+    report.row(
+        "a state saved, with room in the GPU cache",
+        nbytes / found["save"] / 1e9,
+        "GB/s",
+        "a plain copy inside the device",
+        nbytes / found["copy"] / 1e9,
+        target=1 / 1.3,
+        checked=right,
+        note=f"blocks the stream {found['save'] * 1e3:.3f} ms, and the thread "
+        f"{median(calls) * 1e3:.3f} ms; the plain copy takes {found['copy'] * 1e3:.3f} ms",
+        footprint=nbytes,
     )
     return found["save"]
 
 
-def add_overlapped(report: Report, device: Device, folder: Path, nbytes: int) -> None:
+def add_overlapped(report: Record, device: Device, folder: Path, nbytes: int) -> None:
     """Add what is left of the copy to the host when the state changes; without a GPU cache."""
     state = new_array(device, nbytes)
     copy_s = _to_host_seconds(device, state, nbytes)
@@ -187,17 +185,15 @@ def add_overlapped(report: Report, device: Device, folder: Path, nbytes: int) ->
             made.discard(number)
             time.sleep(_STOPS_S)
             allowed_s = max(0.0, copy_s - computed_s)
-            report.add(
-                Row(
-                    f"left of the copy to the host after {share:g} of its time",
-                    (call_s + left_s) * 1e3,
-                    "ms",
-                    "of the copy engine's time",
-                    allowed_s * 1e3,
-                    checked=right,
-                    note=f"the call {call_s * 1e3:.2f} ms, wait_staged {left_s * 1e3:.2f} ms; the "
-                    f"copy engine takes {copy_s * 1e3:.1f} ms for {nbytes} bytes",
-                )
+            report.row(
+                f"left of the copy to the host after {share:g} of its time",
+                (call_s + left_s) * 1e3,
+                "ms",
+                "of the copy engine's time",
+                allowed_s * 1e3,
+                checked=right,
+                note=f"the call {call_s * 1e3:.2f} ms, wait_staged {left_s * 1e3:.2f} ms; the "
+                f"copy engine takes {copy_s * 1e3:.1f} ms for {nbytes} bytes",
             )
 
 
@@ -206,7 +202,7 @@ def _to_host_seconds(device: Device, state: Any, nbytes: int) -> float:
     return median_of(lambda: blocked(device, lambda: copy(host, state)), 3)
 
 
-def add_training(report: Report, device: Device, folder: Path, nbytes: int) -> None:
+def add_training(report: Record, device: Device, folder: Path, nbytes: int) -> None:
     """Add how fast steps of matrix products are while a version is flushed, beside steps alone."""
     torch: Any = importlib.import_module("torch")
     state = new_array(device, nbytes)
@@ -239,24 +235,22 @@ def add_training(report: Report, device: Device, folder: Path, nbytes: int) -> N
             beside += steps(lambda saved=saved: not saved.done())  # type: ignore[misc]
             saved.result(_LIMIT_S)
             made.discard(number)
-    report.add(
-        Row(
-            "training steps while a version is flushed",
-            1 / median(beside),
-            "steps/s",
-            "the same steps alone",
-            1 / median(alone),
-            target=0.97,
-            note=f"{_PRODUCTS} products of {_MATRIX} x {_MATRIX} bfloat16 matrices a step; "
-            f"{len(beside)} steps beside flushes, mean {np.mean(beside) * 1e3:.2f} ms, longest "
-            f"{max(beside) * 1e3:.2f}; {len(alone)} alone, mean {np.mean(alone) * 1e3:.2f}, "
-            f"longest {max(alone) * 1e3:.2f}",
-        )
+    report.row(
+        "training steps while a version is flushed",
+        1 / median(beside),
+        "steps/s",
+        "the same steps alone",
+        1 / median(alone),
+        target=0.97,
+        note=f"{_PRODUCTS} products of {_MATRIX} x {_MATRIX} bfloat16 matrices a step; "
+        f"{len(beside)} steps beside flushes, mean {np.mean(beside) * 1e3:.2f} ms, longest "
+        f"{max(beside) * 1e3:.2f}; {len(alone)} alone, mean {np.mean(alone) * 1e3:.2f}, "
+        f"longest {max(alone) * 1e3:.2f}",
     )
 
 
 def add_durable(
-    report: Report,
+    report: Record,
     device: Device,
     folder: Path,
     nbytes: int,
@@ -283,20 +277,18 @@ def add_durable(
         best, before = max(best, after), after
     for versions in counts:
         shares = [a / b for a, b in zip(rates[versions], ceilings[versions], strict=True)]
-        report.add(
-            Row(
-                f"durable, {versions} version" + "s" * (versions > 1),
-                median(rates[versions]) / 1e9,
-                "GB/s",
-                "the disk's writes, just before and after",
-                median(rates[versions]) / median(shares) / 1e9,
-                target=0.90,
-                checked=right,
-                note=f"{nbytes} bytes, from the first call to the last commit; median of {runs} "
-                f"shares, {min(shares):.3f} to {max(shares):.3f}; the disk wrote "
-                f"{min(ceilings[versions]) / 1e9:.2f} to {max(ceilings[versions]) / 1e9:.2f} GB/s",
-                footprint=nbytes,
-            )
+        report.row(
+            f"durable, {versions} version" + "s" * (versions > 1),
+            median(rates[versions]) / 1e9,
+            "GB/s",
+            "the disk's writes, just before and after",
+            median(rates[versions]) / median(shares) / 1e9,
+            target=0.90,
+            checked=right,
+            note=f"{nbytes} bytes, from the first call to the last commit; median of {runs} "
+            f"shares, {min(shares):.3f} to {max(shares):.3f}; the disk wrote "
+            f"{min(ceilings[versions]) / 1e9:.2f} to {max(ceilings[versions]) / 1e9:.2f} GB/s",
+            footprint=nbytes,
         )
     return Disk(best, disk.reads)
 
@@ -323,7 +315,7 @@ def _durable(device: Device, folder: Path, nbytes: int, versions: int) -> tuple[
     return nbytes / seconds, right
 
 
-def add_checksums(report: Report, folder: Path, nbytes: int, runs: int) -> None:
+def add_checksums(report: Record, folder: Path, nbytes: int, runs: int) -> None:
     """Add the rate of writing a version with checksums, beside the same without."""
     buffer = np.frombuffer(np.random.default_rng(1).bytes(1 << 20) * (nbytes >> 20), np.uint8)
     source = memoryview(buffer.data)
@@ -346,17 +338,15 @@ def add_checksums(report: Report, folder: Path, nbytes: int, runs: int) -> None:
 
         found = in_turns({"with": lambda: wall_seconds(store), "without": without}, runs)
     one_core = nbytes / median_of(lambda: wall_seconds(lambda: chunk_checksums(source, 1 << 20)), 3)
-    report.add(
-        Row(
-            "a version written with checksums",
-            nbytes / found["with"] / 1e9,
-            "GB/s",
-            "the same without",
-            nbytes / found["without"] / 1e9,
-            target=0.95,
-            note=f"one core computes {one_core / 1e9:.1f} GB/s of checksums, while the disk writes",
-            footprint=nbytes,
-        )
+    report.row(
+        "a version written with checksums",
+        nbytes / found["with"] / 1e9,
+        "GB/s",
+        "the same without",
+        nbytes / found["without"] / 1e9,
+        target=0.95,
+        note=f"one core computes {one_core / 1e9:.1f} GB/s of checksums, while the disk writes",
+        footprint=nbytes,
     )
 
 
@@ -373,7 +363,7 @@ def _no_checksums() -> Iterator[None]:
         yield
 
 
-def add_decision(report: Report, runs: int) -> None:
+def add_decision(report: Record, runs: int) -> None:
     """Add how often a second the score chooses among many fragments."""
     rng = np.random.default_rng(1)
     block = 1 << 20
@@ -398,14 +388,12 @@ def add_decision(report: Report, runs: int) -> None:
         times.append(time.perf_counter_ns() - began_ns)
         assert found is not None
     decision_ns = median(times)
-    report.add(
-        Row(
-            f"decisions of the score among {len(table)} fragments",
-            1e9 / decision_ns,
-            "decisions/s",
-            "one in 50 us",
-            _DECISIONS_PER_S,
-            target=1.0,
-            note=f"{decision_ns / 1e3:.1f} us each",
-        )
+    report.row(
+        f"decisions of the score among {len(table)} fragments",
+        1e9 / decision_ns,
+        "decisions/s",
+        "one in 50 us",
+        _DECISIONS_PER_S,
+        target=1.0,
+        note=f"{decision_ns / 1e3:.1f} us each",
     )

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import flashwarp as fw
+from benchmarks.base import Record
 from flashwarp.config import number
 from flashwarp.errors import ArgumentError, PathError
-from flashwarp.probe.report import Report, Row
+from flashwarp.probe.report import Row
 from flashwarp.probe.text import aligned, thousands
 
 __all__ = ["Priced", "cells", "run"]
@@ -68,7 +69,7 @@ def run(
     measured: Annotated[
         str, "A stored run of `bench scaling`, for rates."
     ] = "results/scaling_h200.json",
-) -> Report:
+) -> Record:
     """Set prices against rates."""
     table = _load(Path(prices) if prices else _PRICES)
     rates = _Measured(Path(measured))
@@ -78,7 +79,7 @@ def run(
         raise ArgumentError(
             f"prices={prices!r} names no drives: give at least one, with its source"
         )
-    report = Report(
+    report = Record(
         title="Prices of drives beside memory (a model, not a measurement)",
         device="none: computed from stored results",
         settings={"prices": table, "rates": rates.facts, "link_gb_s": rates.link / 1e9},

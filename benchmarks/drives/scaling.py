@@ -25,12 +25,12 @@ import numpy as np
 import numpy.typing as npt
 
 import flashwarp as fw
+from benchmarks.base import Record
 from flashwarp._jit.compiler import Source
 from flashwarp._jit.program import LoadedKernel
 from flashwarp.device import CpuDevice, CudaDevice, Device, resolve
 from flashwarp.errors import ArgumentError
 from flashwarp.nvme import Destination, Service
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, median_of
 
 __all__ = ["run"]
@@ -323,7 +323,7 @@ class Drives:
 class Scaling:
     """The measurements of one device."""
 
-    def __init__(self, device: Device, report: Report, seconds: float, drive_bytes: int) -> None:
+    def __init__(self, device: Device, report: Record, seconds: float, drive_bytes: int) -> None:
         self.device = device
         self.report = report
         self.seconds = seconds
@@ -392,21 +392,19 @@ class Scaling:
         """Report a rate beside the lower one of the ceilings, and how it stands to both."""
         model, link = drives.ceiling(load), self.link(drives, load)
         bound, reference = ("drives' model", model) if model <= link else ("link", link)
-        self.report.add(
-            Row(
-                f"{_count(load.drives, drives.model.name)}, {load.block_bytes} B random "
-                f"{load.verb}, {way}",
-                per_s / 1e6,
-                "M/s",
-                bound,
-                reference / 1e6,
-                0.0,
-                right,
-                _PAPERS.get((drives.model.name, load.block_bytes, load.drives, load.write), ""),
-                f"{per_s * load.block_bytes / 1e9:.2f} GB/s; {per_s / model:.2f} of the model's "
-                f"{model / 1e6:.3g} M/s, {per_s / link:.2f} of the link's {link / 1e6:.3g} M/s",
-                load.drives * self.drive_bytes // 2,
-            )
+        self.report.row(
+            f"{_count(load.drives, drives.model.name)}, {load.block_bytes} B random "
+            f"{load.verb}, {way}",
+            per_s / 1e6,
+            "M/s",
+            bound,
+            reference / 1e6,
+            0.0,
+            right,
+            _PAPERS.get((drives.model.name, load.block_bytes, load.drives, load.write), ""),
+            f"{per_s * load.block_bytes / 1e9:.2f} GB/s; {per_s / model:.2f} of the model's "
+            f"{model / 1e6:.3g} M/s, {per_s / link:.2f} of the link's {link / 1e6:.3g} M/s",
+            load.drives * self.drive_bytes // 2,
         )
 
     # The figures.
@@ -449,14 +447,12 @@ class Scaling:
         """What it takes: on a GPU a block of 256 threads has a multiprocessor to itself first."""
         for way, found in (("synchronous", waiting), ("asynchronous", ahead)):
             blocks = -(-found.knee // _BLOCK_THREADS)
-            self.report.add(
-                Row(
-                    f"{told}: to saturate, {way}",
-                    blocks if self.on_gpu else found.knee,
-                    "SMs" if self.on_gpu else "CPU threads",
-                    paper=paper,
-                    note=f"{found.knee:.0f} threads reach {_SATURATED} of the curve's best",
-                )
+            self.report.row(
+                f"{told}: to saturate, {way}",
+                blocks if self.on_gpu else found.knee,
+                "SMs" if self.on_gpu else "CPU threads",
+                paper=paper,
+                note=f"{found.knee:.0f} threads reach {_SATURATED} of the curve's best",
             )
 
     def linearity(
@@ -467,16 +463,14 @@ class Scaling:
         verb = "writes" if write else "reads"
         for count in sorted(set(rates) - {1}):
             linear = count * rates[1]
-            self.report.add(
-                Row(
-                    f"modelled drives {drives.model.name}, 1 -> {count}, {block_bytes} B {verb}",
-                    rates[count] / 1e6,
-                    "M/s",
-                    f"{count} x one drive" if linear <= link else "link",
-                    min(linear, link) / 1e6,
-                    _LINEAR if count <= 8 and self.on_gpu else 0.0,
-                    footprint=count * self.drive_bytes // 2,
-                )
+            self.report.row(
+                f"modelled drives {drives.model.name}, 1 -> {count}, {block_bytes} B {verb}",
+                rates[count] / 1e6,
+                "M/s",
+                f"{count} x one drive" if linear <= link else "link",
+                min(linear, link) / 1e6,
+                _LINEAR if count <= 8 and self.on_gpu else 0.0,
+                footprint=count * self.drive_bytes // 2,
             )
 
     def agile_figures_5_and_6(self, drives: Drives) -> None:
@@ -499,14 +493,12 @@ class Scaling:
                     found.add(requests, requests * count / taken, drives.right(point, requests))
                 self.keep(found)
                 self.add(drives, load, load.way, found.best, found.right)
-                self.report.add(
-                    Row(
-                        f"{told}: requests of each drive to saturate",
-                        found.knee,
-                        "requests",
-                        paper="about 32 K" if not write else "",
-                        note=f"of the powers of 4 to {most}; {_SATURATED} of the curve's best",
-                    )
+                self.report.row(
+                    f"{told}: requests of each drive to saturate",
+                    found.knee,
+                    "requests",
+                    paper="about 32 K" if not write else "",
+                    note=f"of the powers of 4 to {most}; {_SATURATED} of the curve's best",
                 )
 
     def bam_figure_9(self, namespaces: Namespaces, count: int, queue_pairs: int) -> None:
@@ -519,13 +511,11 @@ class Scaling:
                 rates[profile], right = self.rate(drives, load)
                 self.add(drives, load, load.way, rates[profile], right)
         for profile, told in paper.items():
-            self.report.add(
-                Row(
-                    f"{count} modelled drives {profile}, slower than P5800X at 4096 B reads",
-                    rates["P5800X"] / rates[profile],
-                    "x",
-                    paper=f"{told} slower [BaM, Figure 9: applications]",
-                )
+            self.report.row(
+                f"{count} modelled drives {profile}, slower than P5800X at 4096 B reads",
+                rates["P5800X"] / rates[profile],
+                "x",
+                paper=f"{told} slower [BaM, Figure 9: applications]",
             )
 
     def bam_figure_11(self, namespaces: Namespaces, count: int) -> None:
@@ -539,18 +529,16 @@ class Scaling:
                 load = Load(count, _LBA, False, self.threads_max(), 1 if self.on_gpu else 64)
                 per_s, right = self.rate(drives, load)
             first = first or per_s
-            self.report.add(
-                Row(
-                    f"{count} modelled drives P5800X, 512 B random reads, {total} queue pairs",
-                    per_s / 1e6,
-                    "M/s",
-                    "most queue pairs",
-                    first / 1e6,
-                    0.0,
-                    right,
-                    "1.0 down to 40 pairs [BaM, Figure 11: BFS]" if total > 40 else "",
-                    footprint=count * self.drive_bytes // 2,
-                )
+            self.report.row(
+                f"{count} modelled drives P5800X, 512 B random reads, {total} queue pairs",
+                per_s / 1e6,
+                "M/s",
+                "most queue pairs",
+                first / 1e6,
+                0.0,
+                right,
+                "1.0 down to 40 pairs [BaM, Figure 11: BFS]" if total > 40 else "",
+                footprint=count * self.drive_bytes // 2,
             )
 
 
@@ -567,7 +555,7 @@ def run(
     milliseconds: Annotated[float, "About how long one launch takes."] = 40.0,
     drive_mib: Annotated[int, "Memory of each drive, a power of two."] = 256,
     queue_pairs: Annotated[int, "Queue pairs of each drive."] = 16,
-) -> Report:
+) -> Record:
     """Measure all figures; needs `drives * drive_mib` of memory, 4 GiB more on a GPU."""
     if not 1 <= drives <= _DRIVES_MAX:
         raise ArgumentError(f"drives={drives} is not between 1 and {_DRIVES_MAX}")
@@ -576,7 +564,7 @@ def run(
     if not 0 < milliseconds <= 10_000:
         raise ArgumentError(f"milliseconds={milliseconds} is not between 0 and 10000")
     where = resolve(device)
-    report = Report(
+    report = Record(
         title="Scaling over modelled drives (models, not measurements of drives)",
         device=where.describe(),
         settings={

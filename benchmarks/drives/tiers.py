@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
+from benchmarks.base import Record, by_kind
 from benchmarks.drives.modelled import modelled
 from flashwarp.device import Device, resolve
 from flashwarp.nvme.group import ControllerGroup
 from flashwarp.nvme.queue_pair import DataPath
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns, wall_seconds
 from flashwarp.storage import Memory, Striped
 
@@ -42,15 +42,14 @@ def run(
     drive: Annotated[str, "Modelled drive."] = "980 Pro",
     slower: Annotated[int, "Divides the drives' ceilings; 50 on the CPU device."] = 0,
     runs: Annotated[int, "How often each way has its turn."] = 3,
-) -> Report:
+) -> Record:
     """Gather rows with and without a host tier, and over more and more drives."""
     where = resolve(device)
-    on_gpu = where.kind == "cuda"
-    mib = mib or (4096 if on_gpu else 64)
-    rows = rows or (262_144 if on_gpu else 8192)
+    mib = by_kind(where, mib, 4096, 64)
+    rows = by_kind(where, rows, 262_144, 8192)
     # A few cores cannot keep up with a drive; slower drives show whether their rates add up.
-    slower = slower or (1 if on_gpu else 50)
-    report = Report(
+    slower = by_kind(where, slower, 1, 50)
+    report = Record(
         title="Host-memory tier, and drives",
         device=where.describe(),
         settings={"data_mib": mib, "rows": rows, "drive": drive, "slower": slower, "skew": _SKEW},
@@ -89,7 +88,7 @@ class _Gather:
 
 
 def _sweep_tier(
-    report: Report,
+    report: Record,
     device: Device,
     data: NDArray[np.int64],
     rows: int,
@@ -120,22 +119,20 @@ def _sweep_tier(
             ways = {name: partial(gather.rate, x, seen) for name, x in opened.items()}
             speed = in_turns(ways, runs)
             stats = opened["with"].stats
-            report.add(
-                Row(
-                    f"cache 1/{share} of the data, host tier 1/{_TIER_SHARE}",
-                    speed["with"],
-                    "rows/s",
-                    "without the tier",
-                    speed["without"],
-                    checked=all(seen),
-                    footprint=data.nbytes,
-                    note=f"the tier answers {stats.tier_hits / max(1, stats.misses):.0%} of misses",
-                )
+            report.row(
+                f"cache 1/{share} of the data, host tier 1/{_TIER_SHARE}",
+                speed["with"],
+                "rows/s",
+                "without the tier",
+                speed["without"],
+                checked=all(seen),
+                footprint=data.nbytes,
+                note=f"the tier answers {stats.tier_hits / max(1, stats.misses):.0%} of misses",
             )
 
 
 def _sweep_drives(
-    report: Report,
+    report: Record,
     device: Device,
     data: NDArray[np.int64],
     rows: int,
@@ -160,14 +157,12 @@ def _sweep_drives(
             gather = _Gather(device, index)
             speed = in_turns({"stripe": partial(gather.rate, x, seen)}, runs)["stripe"]
         one = one or speed
-        report.add(
-            Row(
-                f"stripes over {drives} drives",
-                speed,
-                "rows/s",
-                f"{drives} times one drive",
-                one * drives,
-                checked=all(seen),
-                footprint=data.nbytes,
-            )
+        report.row(
+            f"stripes over {drives} drives",
+            speed,
+            "rows/s",
+            f"{drives} times one drive",
+            one * drives,
+            checked=all(seen),
+            footprint=data.nbytes,
         )

@@ -10,7 +10,6 @@ page cache; and reads of the disk beside asynchronous I/O of Linux at the same d
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -20,13 +19,12 @@ from typing import Annotated, Any
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import Record, listed
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, DeviceMemory, resolve
-from flashwarp.errors import ArgumentError
 from flashwarp.file.kernel_file import KernelFile
 from flashwarp.nvme import Controller
 from flashwarp.probe.disk import direct_reads_work, drop_page_cache, read_blocks
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, in_turns, median_of, wall_seconds
 
 __all__ = ["run"]
@@ -62,18 +60,16 @@ def run(
     levels: Annotated[str, "How many warps read the disk."] = "1,4,16,64,256,1024",
     runs: Annotated[int, "How often each way has its turn."] = 3,
     seconds: Annotated[float, "Leave out what would begin later."] = 3600,
-) -> Report:
+) -> Record:
     """Read and write a file in order from kernels, resident, in host memory and on a disk."""
     where = resolve(device)
-    wanted = parts.split(",")
-    if not set(wanted) <= set(_PARTS):
-        raise ArgumentError(f"parts={parts!r}: parts are {', '.join(_PARTS)}")
-    sizes = [parse_bytes(each) for each in pieces.split(",")]
-    counts = [int(each) for each in warps.split(",")]
-    depths = [int(each) for each in levels.split(",")]
+    wanted = listed("parts", parts, _PARTS)
+    sizes = list(map(parse_bytes, listed("pieces", pieces)))
+    counts = list(map(int, listed("warps", warps)))
+    depths = list(map(int, listed("levels", levels)))
     settings = {"size": size, "disk": disk, "pieces": pieces, "warps": warps, "levels": levels}
-    report = Report("Files", where.describe(), {**settings, "left out": []}, {})
-    late = time.monotonic() + seconds
+    report = Record("Files", where.describe(), settings, {})
+    report.end_in(seconds)
     with ExitStack() as stack:
         most = max(max(sizes) * max(counts), _LINE * max(depths))
         bench = _Files(stack, where, report, most + 8 * max(sizes), runs)
@@ -92,8 +88,7 @@ def run(
         for name, step in steps:
             if name.partition(",")[0] not in wanted:
                 continue
-            if time.monotonic() > late:
-                report.settings["left out"].append(name)
+            if report.is_late(name):
                 continue
             with report.part(name):
                 step()
@@ -104,7 +99,7 @@ class _Files:
     """Kernels that read one file, and what they need."""
 
     def __init__(
-        self, stack: ExitStack, device: Device, report: Report, buffers: int, runs: int
+        self, stack: ExitStack, device: Device, report: Record, buffers: int, runs: int
     ) -> None:
         self._device = device
         self._report = report
@@ -214,10 +209,10 @@ class _Files:
         self._add(f"{loop}, {name}", whole, found["plain"])
         self._add(f"writes {name}", whole, found["through"], loop, found["plain"])
         self._add(f"writes around the cache, {name}", whole, found["ours"], loop, found["plain"])
-        self._report.add(
-            Row(f"of the working set left by writes around the cache, {name}",
-                left["write_file_around"], "%", checked=found["ours"] > 0,
-                note=f"writes through it leave {left['write_file']:.0f} %", footprint=whole)
+        self._report.row(
+            f"of the working set left by writes around the cache, {name}",
+            left["write_file_around"], "%", checked=found["ours"] > 0,
+            note=f"writes through it leave {left['write_file']:.0f} %", footprint=whole
         )  # fmt: skip
 
     def missing(self, data: np.ndarray[Any, Any], piece: int, warps: int) -> None:
@@ -255,7 +250,7 @@ class _Files:
         os.sync()
         if not direct_reads_work(path):
             print("no O_DIRECT on this file system: give another folder to measure the disk")
-            self._report.settings["left out"].append("disk: no O_DIRECT")
+            self._report.leave_out("disk", "no O_DIRECT")
             return
         with self._opened(path, 1 << 26, _kib(_LINE), o_direct=True, controller=_bounce()) as x:
             for warps in levels:
@@ -296,11 +291,11 @@ class _Files:
         with self._device.empty_array((reads,), np.uint32) as taken, KernelFile(x) as f:
             right = self._cold(x, f, _LINE, whole, warps, path, taken=taken) > 0
             each = taken.copy_to_host() / 1e3
-        self._report.add(
-            Row(f"mean time of a read, {_kib(_LINE)}, {warps} warps", float(each.mean()), "us",
-                other, linux / reads * min(warps, reads) * 1e6, checked=right,
-                note=f"99 % within {np.percentile(each, 99):.0f} us; less is better",
-                footprint=whole)
+        self._report.row(
+            f"mean time of a read, {_kib(_LINE)}, {warps} warps", float(each.mean()), "us",
+            other, linux / reads * min(warps, reads) * 1e6, checked=right,
+            note=f"99 % within {np.percentile(each, 99):.0f} us; less is better",
+            footprint=whole
         )  # fmt: skip
 
     def _turns(self, ways: dict[str, Callable[[], float]]) -> dict[str, float]:
@@ -369,9 +364,9 @@ class _Files:
     ) -> None:
         rate = nbytes / seconds / 1e9 if seconds else 0.0
         reference = nbytes / than / 1e9 if than else 0.0
-        self._report.add(
-            Row(name, rate, "GB/s", other, reference, target if reference else 0.0, seconds > 0,
-                paper, footprint=nbytes)
+        self._report.row(
+            name, rate, "GB/s", other, reference, target if reference else 0.0, seconds > 0,
+            paper, footprint=nbytes
         )  # fmt: skip
 
     def _opened(

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 import flashwarp as fw
+from benchmarks.base import Record
 from benchmarks.graphs.solve import KERNELS, Algorithm, Reader
 from flashwarp import graphs
 from flashwarp.device import Device
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns
 
 __all__ = ["GraphBench", "Options", "Papers", "cache_bytes"]
@@ -56,7 +56,7 @@ class GraphBench:
     """One algorithm on one device."""
 
     device: Device
-    report: Report
+    report: Record
     make: Callable[[Device, graphs.CsrGraph], Algorithm]
     papers: Papers
     options: Options
@@ -98,9 +98,7 @@ class GraphBench:
         """Add a rate; without `against` it stands alone."""
         reference = reference if against else 0.0
         unit = "G entries/s"
-        self.report.add(
-            Row(name, rate, unit, against, reference, target, right, paper, note, footprint)
-        )
+        self.report.row(name, rate, unit, against, reference, target, right, paper, note, footprint)
 
     def algorithm(self, stack: ExitStack, graph: graphs.CsrGraph) -> Algorithm:
         """Make the algorithm for a graph, closed with the stack."""

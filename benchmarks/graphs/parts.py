@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+from benchmarks.base import Record, listed
 from benchmarks.graphs import drives as graph_drives
 from benchmarks.graphs import ways as graph_ways
 from benchmarks.graphs.base import GraphBench, Options, Papers
@@ -15,8 +16,6 @@ from benchmarks.graphs.interface import interface
 from benchmarks.graphs.solve import Algorithm
 from flashwarp import graphs
 from flashwarp.device import Device, resolve
-from flashwarp.errors import ArgumentError
-from flashwarp.probe.report import Report
 
 __all__ = ["benchmark"]
 
@@ -47,7 +46,7 @@ def benchmark(
     make: Callable[[Device, graphs.CsrGraph, int], Algorithm],
     papers: Papers,
     parts: str = _DEFAULT_PARTS,
-) -> Callable[..., Report]:
+) -> Callable[..., Record]:
     """Return the `run` of a benchmark.
 
     `make` takes the number of sources. An algorithm with other default `parts` has no kernels for
@@ -68,16 +67,15 @@ def benchmark(
         sources: Annotated[int, "Searches of which the mean is taken."] = 2,
         slower: Annotated[float, "Divides the modelled drives' ceilings; 50 on the CPU."] = 0,
         runs: Annotated[int, "How often each way has its turn."] = 3,
-    ) -> Report:
-        if unknown := set(parts.split(",")) - set(known):
-            raise ArgumentError(f"parts are {', '.join(known)}, not {', '.join(sorted(unknown))}")
+    ) -> Record:
+        wanted = listed("parts", parts, known)
         where = resolve(device)
         options = Options(
             line, file_line, share, slower or _SLOWER[where.kind], sources=sources, runs=runs
         )
         given = {"graph": graph, "small": small, "uniform": uniform}
         names = {name: what or _GRAPHS[where.kind][name] for name, what in given.items()}
-        report = Report(
+        report = Record(
             title=title,
             device=where.describe(),
             settings={**names, "parts": parts, **asdict(options)},
@@ -86,7 +84,7 @@ def benchmark(
         bench = GraphBench(
             where, report, lambda device, graph: make(device, graph, sources), papers, options
         )
-        _measure(bench, names, parts.split(","), folder)
+        _measure(bench, names, wanted, folder)
         return report
 
     return run

@@ -14,7 +14,6 @@ import flashwarp as fw
 from benchmarks.graphs.base import GraphBench, cache_bytes
 from flashwarp import graphs
 from flashwarp.probe.disk import direct_reads_work, drop_page_cache, measure_ceiling
-from flashwarp.probe.report import Row
 
 __all__ = ["cache_sizes", "file", "memory", "reuse"]
 
@@ -131,20 +130,18 @@ def _file(bench: GraphBench, graph: graphs.CsrGraph, share: float, order: str) -
     name = f"{order}{kind}: cache of {share:g} of the lists"
     disk = (f"disk itself, random reads of {bench.options.file_line}", ceiling.random_gb_per_s)
     needed = 4 * algorithm.entries
-    bench.report.add(
-        Row(
-            f"{name}, bytes needed",
-            needed / seconds / 1e9,
-            "GB/s",
-            *disk,
-            0.9,
-            right,
-            note=f"read {read / needed:.2f} bytes for each byte needed",
-            footprint=4 * graph.entries,
-        )
+    bench.report.row(
+        f"{name}, bytes needed",
+        needed / seconds / 1e9,
+        "GB/s",
+        *disk,
+        0.9,
+        right,
+        note=f"read {read / needed:.2f} bytes for each byte needed",
+        footprint=4 * graph.entries,
     )
-    bench.report.add(
-        Row(f"{name}, bytes read", read / seconds / 1e9, "GB/s", *disk, footprint=4 * graph.entries)
+    bench.report.row(
+        f"{name}, bytes read", read / seconds / 1e9, "GB/s", *disk, footprint=4 * graph.entries
     )
 
 

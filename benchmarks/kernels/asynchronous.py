@@ -8,10 +8,10 @@ from typing import Annotated
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import Record
 from flashwarp.config import parse_bytes
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, median_of
 
 __all__ = ["run"]
@@ -27,7 +27,7 @@ def run(
     line: Annotated[str, "Bytes of a line, and of a read."] = "4 KiB",
     bytes_each: Annotated[str, "Bytes that one measurement reads."] = "2 GiB",
     seed: Annotated[int, "Of the random blocks."] = 1,
-) -> Report:
+) -> Record:
     """Sweep the number of warps for synchronous and asynchronous reads of cold random blocks."""
     where = resolve(device)
     line_bytes = parse_bytes(line)
@@ -36,7 +36,7 @@ def run(
     reads = parse_bytes(bytes_each) // line_bytes
     if blocks == 0:
         raise ArgumentError(f"size={size!r} is less than a line of {line_bytes} bytes")
-    report = Report(
+    report = Record(
         title="Waiting warps",
         device=where.describe(),
         settings={"bytes": blocks * line_bytes, "cache": cache, "line": line_bytes},
@@ -92,27 +92,23 @@ def run(
     names = {"read_and_wait": "synchronous", "read_ahead": "asynchronous"}
     for kernel, found in rates.items():
         for warps, value in found.items():
-            report.add(
-                Row(
-                    f"{names[kernel]}, {warps} warps",
-                    value,
-                    "GB/s",
-                    "the best of the sweep",
-                    ceiling,
-                    checked=checked,
-                    footprint=blocks * line_bytes,
-                )
+            report.row(
+                f"{names[kernel]}, {warps} warps",
+                value,
+                "GB/s",
+                "the best of the sweep",
+                ceiling,
+                checked=checked,
+                footprint=blocks * line_bytes,
             )
         enough = min(
             (w for w, value in found.items() if value >= _SATURATED * ceiling), default=None
         )
-        report.add(
-            Row(
-                f"{names[kernel]}: multiprocessors' worth of warps (64) for {_SATURATED:.0%}",
-                (enough or 0) / 64,
-                "SMs",
-                checked=checked,
-                note="no number of warps in the sweep reaches it" if enough is None else "",
-            )
+        report.row(
+            f"{names[kernel]}: multiprocessors' worth of warps (64) for {_SATURATED:.0%}",
+            (enough or 0) / 64,
+            "SMs",
+            checked=checked,
+            note="no number of warps in the sweep reaches it" if enough is None else "",
         )
     return report

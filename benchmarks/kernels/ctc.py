@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
+from benchmarks.base import Record, by_kind
 from flashwarp.device import Device, DeviceMemory, resolve
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, in_turns, median_of
 from flashwarp.program.compiling import Program
 
@@ -41,13 +41,12 @@ def run(
     ahead: Annotated[int, "Blocks that are on their way while a thread computes."] = 1,
     model: Annotated[str, "The drive; 'none': memory as fast as it is."] = "AGILE",
     runs: Annotated[int, "How often each way has its turn."] = 3,
-) -> Report:
+) -> Record:
     """Sweep the ratio, synchronously and asynchronously."""
     where = resolve(device)
-    on_gpu = where.kind == "cuda"
-    threads = threads or (1024 if on_gpu else 8)
-    blocks = blocks or (64 if on_gpu else 16)
-    report = Report(
+    threads = by_kind(where, threads, 1024, 8)
+    blocks = by_kind(where, blocks, 64, 16)
+    report = Record(
         title="Computation and communication",
         device=where.describe(),
         settings={"threads": threads, "blocks": blocks, "ahead": ahead, "drive": model},
@@ -75,7 +74,7 @@ class _Sweep:
     def __init__(
         self,
         device: Device,
-        report: Report,
+        report: Record,
         array: fw.Array,
         sums: DeviceMemory,
         threads: int,
@@ -113,28 +112,24 @@ class _Sweep:
             # What is above the ideal is a delay of the synchronous way's own.
             if min(speedup, ideal) > best:
                 best, best_ratio = min(speedup, ideal), ratio
-            self.report.add(
-                Row(
-                    f"ratio {ratio:g}: asynchronous",
-                    seconds["ahead"] * 1e3,
-                    "ms",
-                    "synchronous",
-                    seconds["waiting"] * 1e3,
-                    checked=self.right,
-                    footprint=self.array.nbytes,
-                    note=f"{speedup:.2f} times as fast; ideal {ideal:.2f}",
-                )
-            )
-        self.report.add(
-            Row(
-                f"best speed-up, at ratio {best_ratio:g}",
-                best,
-                "x",
+            self.report.row(
+                f"ratio {ratio:g}: asynchronous",
+                seconds["ahead"] * 1e3,
+                "ms",
                 "synchronous",
-                1.0,
-                _TARGET,
-                paper=_PAPER_BEST,
+                seconds["waiting"] * 1e3,
+                checked=self.right,
+                footprint=self.array.nbytes,
+                note=f"{speedup:.2f} times as fast; ideal {ideal:.2f}",
             )
+        self.report.row(
+            f"best speed-up, at ratio {best_ratio:g}",
+            best,
+            "x",
+            "synchronous",
+            1.0,
+            _TARGET,
+            paper=_PAPER_BEST,
         )
 
     def _seconds_a_step(self) -> float:

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import Record
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, DeviceArray, resolve
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, in_turns
 
 __all__ = ["run"]
@@ -32,12 +32,12 @@ def run(
     size: Annotated[str, "Bytes of the data, all of them resident."] = "4 GiB",
     loads: Annotated[int, "Random loads of a measurement."] = 1 << 28,
     seed: Annotated[int, "Of the random elements."] = 1,
-) -> Report:
+) -> Record:
     """Compare loads of resident 4-byte elements, random, in order and one by one, by line size."""
     where = resolve(device)
     # Whole rounds of whole spans, so that no way has a rest of its own to handle.
     elements = parse_bytes(size) // _WORD // _SPAN * _SPAN
-    report = Report(
+    report = Record(
         title="Hits",
         device=where.describe(),
         settings={"bytes": elements * _WORD, "random_loads": loads},
@@ -54,7 +54,7 @@ def run(
 def _compare(
     device: Device,
     program: fw.Program,
-    report: Report,
+    report: Record,
     data: np.ndarray[Any, np.dtype[np.uint32]],
     line: int,
     loads: int,
@@ -128,7 +128,7 @@ def _compare(
 
 
 def _report(
-    report: Report,
+    report: Record,
     name: str,
     ways: dict[str, Callable[[], tuple[float, int]]],
     target: float,
@@ -152,18 +152,16 @@ def _report(
     }
     for other, text in others.items():
         if other in rates:
-            report.add(
-                Row(
-                    f"{name}: fw::array against {text}",
-                    rates["array"],
-                    "G/s",
-                    text,
-                    rates[other],
-                    target if other in ("counted", "reused") else 0.0,
-                    checked,
-                    paper="BaM section 3.4" if other in ("counted", "reused") else "",
-                    footprint=footprint,
-                )
+            report.row(
+                f"{name}: fw::array against {text}",
+                rates["array"],
+                "G/s",
+                text,
+                rates[other],
+                target if other in ("counted", "reused") else 0.0,
+                checked,
+                paper="BaM section 3.4" if other in ("counted", "reused") else "",
+                footprint=footprint,
             )
 
 

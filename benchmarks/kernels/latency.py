@@ -18,10 +18,10 @@ from typing import Annotated, Any
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import Record
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, DeviceArray, resolve
 from flashwarp.probe.disk import direct_reads_work, drop_page_cache, fill_page_cache
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds
 
 __all__ = ["run"]
@@ -39,12 +39,12 @@ def run(
     line: Annotated[str, "Bytes of a line."] = "4 KiB",
     steps: Annotated[int, "Loads of one measurement."] = 2000,
     seed: Annotated[int, "Of the random places."] = 1,
-) -> Report:
+) -> Record:
     """Time dependent loads that miss, by the way that their data takes, and loads that hit."""
     where = resolve(device)
     bench = _Latency(where, parse_bytes(line), steps, seed)
     settings = {"size": size, "line": line, "steps": steps}
-    bench.report = Report("Latency", where.describe(), settings, {"places": seed})
+    bench.report = Record("Latency", where.describe(), settings, {"places": seed})
     words = parse_bytes(size) // _WORD
     bench.footprint = words * _WORD
     data = np.arange(words, dtype=np.uint32)
@@ -63,7 +63,7 @@ def run(
 class _Latency:
     """Chains of loads on one device."""
 
-    report: Report
+    report: Record
     footprint: int
 
     def __init__(self, device: Device, line_bytes: int, steps: int, seed: int) -> None:
@@ -178,16 +178,14 @@ class _Latency:
         reference: tuple[float, bool] | None = None,
     ) -> None:
         least = reference[0] if reference else 0.0
-        self.report.add(
-            Row(
-                name,
-                found[0],
-                "us",
-                other if reference else "",
-                least,
-                checked=found[1],
-                footprint=self.footprint,
-            )
+        self.report.row(
+            name,
+            found[0],
+            "us",
+            other if reference else "",
+            least,
+            checked=found[1],
+            footprint=self.footprint,
         )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from benchmarks.base import Record, listed
 from flashwarp._jit.compiler import KernelResources, Source, compile_source
-from flashwarp.probe.report import Report, Row
 
 __all__ = ["KERNELS", "run"]
 
@@ -30,15 +30,15 @@ _PAPER = {
 
 def run(
     arch: Annotated[str, "Architectures, with commas."] = "sm_80,sm_90,sm_100",
-) -> Report:
+) -> Record:
     """Compile for every architecture, and compare."""
-    report = Report(
+    report = Record(
         title="Registers per thread",
         device="none: compiled only",
         settings={"arch": arch, "target": f"at most {_MORE_MAX} more than on plain memory"},
         seeds={},
     )
-    for one in arch.split(","):
+    for one in listed("arch", arch):
         least = _least_without_spills(one)
         for kernel, name in _NAMES.items():
             plain = least[f"{kernel}_plain"].registers or 0
@@ -47,16 +47,14 @@ def run(
                 more = (found.registers or 0) - plain
                 spills = (found.spill_store_bytes or 0) + (found.spill_load_bytes or 0)
                 verdict = "" if more <= _MORE_MAX and not spills else ": over the target"
-                report.add(
-                    Row(
-                        f"{one}: {name}, {spelled}",
-                        float(found.registers or 0),
-                        "registers",
-                        "plain memory",
-                        float(plain),
-                        paper=_PAPER[kernel],
-                        note=f"{more:+d} registers, {spills} bytes of spills{verdict}",
-                    )
+                report.row(
+                    f"{one}: {name}, {spelled}",
+                    float(found.registers or 0),
+                    "registers",
+                    "plain memory",
+                    float(plain),
+                    paper=_PAPER[kernel],
+                    note=f"{more:+d} registers, {spills} bytes of spills{verdict}",
                 )
     return report
 

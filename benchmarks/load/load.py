@@ -20,13 +20,13 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from benchmarks.base import Record, bytes_of
 from flashwarp.config import parse_bytes
 from flashwarp.device import CudaDevice, Device, resolve
 from flashwarp.loading.load import load
 from flashwarp.probe import disk
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns
-from flashwarp.transfer import CopyEngine, Direction, StagingPool
+from flashwarp.transfer import CopyEngine, Direction, TransferClient
 
 __all__ = ["run"]
 
@@ -51,25 +51,22 @@ def run(
     others: Annotated[bool, "Measure the other loaders that are installed."] = True,
     seconds: Annotated[float, "Leave out what would begin later."] = 3600,
     seed: Annotated[int, "Of the data."] = 1,
-) -> Report:
+) -> Record:
     """Load a checkpoint cold and warm by every loader that is installed."""
     where = resolve(device)
-    nbytes = parse_bytes(size) if size else parse_bytes(
-        "10 GB" if where.kind == "cuda" else "32 MB"
-    )  # fmt: skip
+    nbytes = bytes_of(where, size, "10 GB", "32 MB")
     bench = _Load(where, folder, nbytes, staging, seed)
-    bench.report = Report(
+    bench.report = Record(
         "A checkpoint loaded to the device",
         where.describe(),
         {
             "bytes": bench.nbytes,
             "tensors": len(bench.shapes),
             "staging": parse_bytes(staging),
-            "left out": [],
         },
         {"data": seed},
     )
-    bench.late = time.monotonic() + seconds
+    bench.report.end_in(seconds)
     bench.write()
     ways = bench.ways(others)
     with bench.report.part("warm"):
@@ -104,9 +101,7 @@ class _Cold:
 
 
 class _Load:
-    report: Report
-    late: float
-    """When nothing more begins, by the monotonic clock."""
+    report: Record
 
     def __init__(self, device: Device, folder: Path, nbytes: int, staging: str, seed: int) -> None:
         self.device, self.staging = device, staging
@@ -249,12 +244,8 @@ class _Load:
             except Exception as error:  # of libraries that do not know this machine
                 if key == "ours":
                     raise
-                self._leave_out(way.name, f"{type(error).__name__}: {error}")
+                self.report.leave_out(way.name, f"{type(error).__name__}: {error}")
         return found
-
-    def _leave_out(self, name: str, why: str) -> None:
-        print(f"left out: {name}: {why}", flush=True)
-        self.report.settings["left out"].append(f"{name}: {why}"[:500])
 
     # Measurements.
 
@@ -292,13 +283,12 @@ class _Load:
         for key, way in ways.items():
             if key == "ours":
                 continue
-            if time.monotonic() > self.late:
-                self._leave_out(f"cold, {way.name}", "no time was left")
+            if self.report.is_late(f"cold, {way.name}"):
                 continue
             try:
                 found = self._cold({**ours, key: way}, colds)
             except Exception as error:  # of libraries that do not know this machine
-                self._leave_out(f"cold, {way.name}", f"{type(error).__name__}: {error}")
+                self.report.leave_out(f"cold, {way.name}", f"{type(error).__name__}: {error}")
                 continue
             mine = ways["ours"], found.right["ours"]
             self._row("cold", mine, found.rate("ours"), way.name, found.rate(key), 0.0,
@@ -332,17 +322,17 @@ class _Load:
     ) -> None:
         if not right:
             note = f"{against} gave other bytes. {note}"
-        self.report.add(
-            Row(f"{state}, {ours[0].name}", rate, "GB/s", against, reference, target, ours[1],
-                note=note, footprint=self.nbytes)
+        self.report.row(
+            f"{state}, {ours[0].name}", rate, "GB/s", against, reference, target, ours[1],
+            note=note, footprint=self.nbytes
         )  # fmt: skip
 
     def _copy_engine(self) -> Callable[[], float]:
         """Return what times copies of as many bytes from a few pinned buffers."""
         assert isinstance(self.device, CudaDevice)
         target = self.device.allocate(self.nbytes)
-        pool = StagingPool(self.device, 4 * _COPY_BYTES)
-        buffers = [pool.acquire(_COPY_BYTES) for _ in range(4)]
+        client = TransferClient(self.device, "the copy engine", 4 * _COPY_BYTES, _COPY_BYTES)
+        buffers = [client.take() for _ in range(4)]
         engine = CopyEngine(self.device)
 
         def measure() -> float:

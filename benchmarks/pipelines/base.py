@@ -17,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
+from benchmarks.base import Record, listed
 from benchmarks.pipelines.host import Loops
 from flashwarp.config import cores
 from flashwarp.device import Device
-from flashwarp.errors import ArgumentError
-from flashwarp.probe.report import Report, Row
 
 __all__ = ["STORAGES", "WAYS", "Bench", "Cost", "Data", "example"]
 
@@ -58,7 +57,7 @@ class Bench:
     """A device with torch, a folder, and the report of one run."""
 
     def __init__(
-        self, device: Device, folder: Path, report: Report, runs: int, seed: int, ways: str
+        self, device: Device, folder: Path, report: Record, runs: int, seed: int, ways: str
     ) -> None:
         # flashwarp.torch says what to install where torch is missing.
         self.operators: Any = importlib.import_module("flashwarp.torch")
@@ -69,10 +68,7 @@ class Bench:
         self.place = f"cuda:{getattr(device, 'ordinal', 0)}" if self.on_gpu else "cpu"
         if self.on_gpu:
             self.torch.cuda.set_device(self.place)
-        wanted = [name.strip() for name in ways.split(",")]
-        if unknown := [name for name in wanted if name not in WAYS]:
-            raise ArgumentError(f"ways={ways!r}: {unknown[0]!r} is none of {', '.join(WAYS)}")
-        self.ways = {name: WAYS[name] for name in wanted}
+        self.ways = {name: WAYS[name] for name in listed("ways", ways, tuple(WAYS))}
         self.threads = max(1, min(_THREADS, cores()))
         self.loops = Loops(folder, self.threads)
 
@@ -87,7 +83,7 @@ class Bench:
         footprint: int = 0,
     ) -> None:  # fmt: skip
         """Append a row; `against` is the name and value of what it stands beside."""
-        self.report.add(Row(name, value, unit, *against, target, checked, paper, note, footprint))
+        self.report.row(name, value, unit, *against, target, checked, paper, note, footprint)
 
     def wait(self) -> None:
         """Wait for the current stream without keeping a core busy, so that CPU time means work."""

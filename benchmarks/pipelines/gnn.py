@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import listed
 from benchmarks.pipelines import models, power_law
 from benchmarks.pipelines.base import Bench
 from benchmarks.pipelines.host import Ahead
@@ -42,14 +43,14 @@ def measure(
     bench: Bench, nbytes: int, dims: str, models: str, storages: list[str], batch: int, steps: int
 ) -> None:
     """Train each model on features of each width from each storage."""
-    for dim in (int(each) for each in dims.split(",")):
+    for dim in map(int, listed("dims", dims)):
         if dim < _DIM_MIN or dim % _DIM_MIN:
             raise ArgumentError(f"dims={dims!r}: {dim} is no multiple of {_DIM_MIN}, as disks need")
         data = _Features(bench, max(batch, nbytes // (4 * dim)), dim)
         with data.sampler() as sampler:
             for storage in storages:
                 with data.open(storage) as features:
-                    for model in (each.strip() for each in models.split(",")):
+                    for model in listed("models", models):
                         job = _Job(bench, data, sampler, features, model, storage, batch, steps)
                         job.measure()
         data.remove()

@@ -1,7 +1,7 @@
 // Loops of the baselines that a host language is too slow for: plain system calls, copies of memory
 // and calls of the CUDA driver. Nothing of flashwarp takes part.
 //
-// Compiled by `pipelines_host.py` to a shared library; each function works on the calling thread
+// Compiled by `host.py` to a shared library; each function works on the calling thread
 // and returns 0, or what the system or the driver said.
 #include <dlfcn.h>
 #include <unistd.h>

@@ -1,6 +1,6 @@
 """What programs do today, as fairly as we can: threads that read into pinned memory, and copies.
 
-Native loops of `pipelines_host.cpp` on threads of a pool; three buffers, so that threads fill one
+Native loops of `host.cpp` on threads of a pool; three buffers, so that threads fill one
 while the copy engine moves another and the device uses the third. No part of flashwarp takes part.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["PIECE_BYTES", "Ahead", "Behind", "Loops", "cut"]
 PIECE_BYTES = 1 << 20
 """Of one call of the system where a tile is contiguous."""
 
-_SOURCE = Path(__file__).with_name("pipelines_host.cpp")
+_SOURCE = Path(__file__).with_name("host.cpp")
 _SLOTS = 3  # one is filled, one is copied, one is used
 _WAIT_S = 120.0
 _NO_CALL = -1
@@ -43,7 +43,7 @@ class Loops:
     """The native loops, each spread over some threads."""
 
     def __init__(self, folder: Path, threads: int) -> None:
-        library = folder / "pipelines_host.so"
+        library = folder / "host.so"
         flags = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-o", str(library))
         subprocess.run([*find_compiler(), *flags, str(_SOURCE), "-ldl"], check=True)
         self._library = ctypes.CDLL(str(library))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+from benchmarks.base import Record, by_kind, bytes_of, listed
 from benchmarks.pipelines import gemm as pipelines_gemm
 from benchmarks.pipelines import gnn as pipelines_gnn
 from benchmarks.pipelines import overlap as pipelines_overlap
@@ -18,10 +19,7 @@ from benchmarks.pipelines import rows as pipelines_rows
 from benchmarks.pipelines import sort as pipelines_sort
 from benchmarks.pipelines import where as pipelines_where
 from benchmarks.pipelines.base import STORAGES, Bench, Data
-from flashwarp.config import parse_bytes
 from flashwarp.device import resolve
-from flashwarp.errors import ArgumentError
-from flashwarp.probe.report import Report
 
 __all__ = ["PARTS", "run"]
 
@@ -47,21 +45,13 @@ def run(
     ways: Annotated[str, "Ways of pipelines: default, without SMs."] = "default,without SMs",
     runs: Annotated[int, "How often each way is measured."] = 3,
     seed: Annotated[int, "Of the rows that are drawn."] = 1,
-) -> Report:
+) -> Record:
     """Measure the parts, one after the other."""
-    wanted = [name.strip() for name in parts.split(",")]
-    if unknown := [name for name in wanted if name not in PARTS]:
-        raise ArgumentError(f"parts={parts!r}: {unknown[0]!r} is none of {', '.join(PARTS)}")
+    wanted, kinds = listed("parts", parts, PARTS), listed("storages", storages, STORAGES)
     where = resolve(device)
-    on_gpu = where.kind == "cuda"
-    kinds = [name.strip() for name in storages.split(",")]
-    if unknown := [name for name in kinds if name not in STORAGES]:
-        raise ArgumentError(
-            f"storages={storages!r}: {unknown[0]!r} is none of {', '.join(STORAGES)}"
-        )
-    nbytes = parse_bytes(size or ("4 GiB" if on_gpu else "16 MiB"))
-    batch_bytes = parse_bytes(batch or ("256 MiB" if on_gpu else "2 MiB"))
-    report = Report(
+    nbytes = bytes_of(where, size, "4 GiB", "16 MiB")
+    batch_bytes = bytes_of(where, batch, "256 MiB", "2 MiB")
+    report = Record(
         "Pipelines",
         where.describe(),
         {
@@ -77,12 +67,12 @@ def run(
     )
     bench = Bench(where, folder, report, runs, seed, ways)
     data = Data(bench, nbytes)
-    count = int((keys or (256 if on_gpu else 0.25)) * 2**20)
-    length = side or (16384 if on_gpu else 128)
+    count = int(by_kind(where, keys, 256.0, 0.25) * 2**20)
+    length = by_kind(where, side, 16384, 128)
     measures: dict[str, Callable[[], None]] = {
         "rows": lambda: pipelines_rows.measure(bench, data, rows, batch_bytes, kinds),
         "gnn": lambda: pipelines_gnn.measure(
-            bench, nbytes, dims, models, kinds, seeds or (8000 if on_gpu else 64), steps
+            bench, nbytes, dims, models, kinds, by_kind(where, seeds, 8000, 64), steps
         ),
         "sort": lambda: pipelines_sort.measure(bench, count, count // 8, count // 32, kinds),
         "where": lambda: pipelines_where.measure(bench, data),

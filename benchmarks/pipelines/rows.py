@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import listed
 from benchmarks.pipelines import ranges as pipelines_ranges
 from benchmarks.pipelines.base import Bench, Cost, Data
 from benchmarks.pipelines.host import Ahead
@@ -70,7 +71,7 @@ def measure(bench: Bench, data: Data, sizes: str, batch: int, storages: list[str
     if link:
         bench.add("copy engine, pinned memory", link, "GB/s", footprint=128 << 20)
     program = fw.compile(_KERNELS, bench.device)
-    for row_bytes in (parse_bytes(size.strip()) for size in sizes.split(",")):
+    for row_bytes in map(parse_bytes, listed("rows", sizes)):
         for storage in storages:
             if storage == "O_DIRECT" and not _takes_direct(data, row_bytes):
                 continue

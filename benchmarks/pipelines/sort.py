@@ -6,54 +6,45 @@ baseline has threads that read ahead into pinned memory and write behind. All co
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 import flashwarp as fw
 from benchmarks.pipelines.base import Bench, example
-from benchmarks.pipelines.host import Ahead, Behind, cut
-from benchmarks.pipelines.lines import code_lines
+from benchmarks.pipelines.job import Job
 
 __all__ = ["measure"]
 
 _BLOCK_KEYS = 4096  # 16 KiB
 _AT_A_TIME = 1 << 24
 _MIX = 0x1E3779B97F4A7C15
-_OF_LONGER, _SERIAL = 0.9, 1.5
-_POSIX = 1.5  # pieces of 16 KiB
-_PAPER = "1.5 of POSIX (CAM figure 10a)"
+_PAPER_LINES = "510 of 644 (CAM table VI)"
 
 
 def measure(bench: Bench, keys: int, run: int, tile: int, storages: list[str]) -> None:
     """Sort keys in each storage; `run` and `tile` are numbers of keys."""
     for storage in storages:
         _Sort(bench, keys, run, tile, storage).measure()
-    ours, posix = (
-        code_lines(example("sort_file").sort),
-        code_lines(_Sort.by_posix, _Sort._ahead, _Sort._behind),
-    )
-    bench.add(
-        "sort: lines that read and write, ours", ours, "lines", ("POSIX baseline", posix),
-        paper="510 of 644 (CAM table VI)",
-    )  # fmt: skip
+    _Sort.count_lines(bench, "sort", example("sort_file").sort, _PAPER_LINES)
 
 
-class _Sort:
+class _Sort(Job):
     """Keys on one storage, and where they go."""
 
+    computes, unit, paper = "sorting", "M keys/s", "1.5 of POSIX (CAM figure 10a)"
+    posix = 1.5  # pieces of 16 KiB
+    modes = ("r+", "r+")
+
     def __init__(self, bench: Bench, keys: int, run: int, tile: int, storage: str) -> None:
-        self.bench, self.storage = bench, storage
         blocks = max(4, keys // _BLOCK_KEYS)
-        self.shape = (blocks, _BLOCK_KEYS)
         self.nbytes = 4 * blocks * _BLOCK_KEYS
+        paths = [bench.folder / "keys.bin", bench.folder / "sorted.bin"]
+        shape, cache = (blocks, _BLOCK_KEYS), min(64 << 20, self.nbytes // 4)
+        super().__init__(bench, storage, f"sort, {storage}", paths, shape, np.int32, cache)
         self.run = max(1, min(blocks, run // _BLOCK_KEYS))
         self.tile = max(1, min(self.run, tile // _BLOCK_KEYS))
-        self.label = f"sort, {storage}"
         random = np.random.default_rng(bench.seed)
         self.data = np.empty(self.shape, np.int32)
         flat = self.data.reshape(-1)
@@ -61,12 +52,10 @@ class _Sort:
             part = flat[first : first + _AT_A_TIME]
             part[:] = random.integers(-(1 << 31), 1 << 31, len(part), np.int32)
         self.wanted = self._sum(flat)
-        self.paths = [bench.folder / "keys.bin", bench.folder / "sorted.bin"]
-        self.memories: list[Any] = []
 
     # The storage, before and after.
 
-    def fill(self) -> None:
+    def reset(self) -> None:
         """Store the keys anew, and zeros where they go."""
         if self.storage == "memory":
             if not self.memories:
@@ -106,25 +95,6 @@ class _Sort:
             mixed ^= mixed >> 29
             total += int((mixed * _MIX).sum())
         return total
-
-    @contextlib.contextmanager
-    def arrays(self) -> Iterator[list[fw.Array]]:
-        """Open both."""
-        with contextlib.ExitStack() as undo:
-            made = []
-            for number in (0, 1):
-                settings: dict[str, Any] = {
-                    "cache": min(64 << 20, self.nbytes // 4),
-                    "device": self.bench.device,
-                }
-                source: Any = self.paths[number]
-                if self.storage == "memory":
-                    source = fw.storage.Memory(self.memories[number])
-                else:
-                    settings["o_direct"] = self.storage == "O_DIRECT"
-                array = fw.open(source, "r+", np.int32, self.shape, **settings)
-                made.append(undo.enter_context(array))
-            yield made
 
     # Ways.
 
@@ -173,7 +143,7 @@ class _Sort:
         """Read ahead and write behind by threads."""
         torch, (source, target) = self.bench.torch, self.files
         firsts = []
-        ahead, behind = self._ahead(source, self.run), self._behind(source, self.run)
+        ahead, behind = self.ahead(source, self.run), self.behind(source, self.run)
         tiles = [
             range(k, min(k + self.run, self.shape[0])) for k in range(0, self.shape[0], self.run)
         ]
@@ -183,8 +153,8 @@ class _Sort:
             behind.write(run, rows)
         behind.close()
         merge = example("sort_file").Merge(torch.cat(firsts).cpu().numpy(), self.run, self.tile)
-        ahead = self._ahead(source, max(map(len, merge.batches)))
-        behind = self._behind(target, self.tile)
+        ahead = self.ahead(source, max(map(len, merge.batches)))
+        behind = self.behind(target, self.tile)
         for blocks, _ in ahead.iterate(merge.batches):
             for rows, tile in merge.step(blocks):
                 behind.write(tile, rows)
@@ -192,64 +162,7 @@ class _Sort:
         for file in self.files:
             os.fdatasync(file)
 
-    def _ahead(self, file: int, rows: int) -> Ahead:
-        loops, width = self.bench.loops, 4 * _BLOCK_KEYS
-
-        def fill(into: Any, blocks: Any) -> int:
-            if isinstance(blocks, range):
-                offsets, nbytes = cut(blocks.start * width, len(blocks) * width)
-            else:
-                offsets, nbytes = blocks * width, width
-            loops.read(file, into, offsets, nbytes)
-            return len(blocks)
-
-        torch = self.bench.torch
-        return Ahead(torch, self.bench.place, (rows, _BLOCK_KEYS), torch.int32, fill)
-
-    def _behind(self, file: int, rows: int) -> Behind:
-        loops, width = self.bench.loops, 4 * _BLOCK_KEYS
-
-        def drain(data: Any, where: range) -> None:
-            loops.write(file, data, *cut(where.start * width, len(where) * width))
-
-        torch = self.bench.torch
-        return Behind(torch, self.bench.place, (rows, _BLOCK_KEYS), torch.int32, drain)
-
-    # What they took.
-
-    def measure(self) -> None:
-        """Sort in all ways, once each, and move without sorting beside each: each begins afresh."""
-        ways: dict[str, Callable[[], None]] = {"ours": self.ours, "serial": self.serial}
-        if self.storage != "memory":
-            ways["POSIX baseline"] = self.by_posix
-        seconds, right, moving = {}, {}, []
-        computing = self._computing()
-        for name, way in ways.items():
-            moving.append(self._seconds(self.moving))
-            seconds[name] = self._seconds(way)
-            right[name] = self.right()
-        self._tell(seconds, right, computing, min(moving))
-        for path in self.paths:
-            path.unlink(missing_ok=True)
-
-    def _seconds(self, way: Callable[[], None]) -> float:
-        # Nothing of the way before is around while this one is timed.
-        gc.collect()
-        self.fill()
-        with contextlib.ExitStack() as undo:
-            if way == self.by_posix:
-                self._open_files(undo)
-            else:
-                self.opened = undo.enter_context(self.arrays())
-            return self.bench.cost(way).seconds
-
-    def _open_files(self, undo: contextlib.ExitStack) -> None:
-        flags = os.O_RDWR | (os.O_DIRECT if self.storage == "O_DIRECT" else 0)
-        self.files = [os.open(path, flags) for path in self.paths]
-        for file in self.files:
-            undo.callback(os.close, file)
-
-    def _computing(self) -> float:
+    def computing(self) -> float:
         """Return the seconds of all sorts, with data that is there."""
         torch, bench = self.bench.torch, self.bench
         keys = torch.randint(-(1 << 31), 1 << 31, (self.run * _BLOCK_KEYS,), device=bench.place)
@@ -260,25 +173,6 @@ class _Sort:
         merged = bench.median_cost(lambda: torch.sort(pool)).seconds
         return runs * each + -(-self.shape[0] // self.tile) * merged
 
-    def _tell(
-        self, seconds: dict[str, float], right: dict[str, bool], computing: float, moving: float
-    ) -> None:
-        keys = self.nbytes / 4e6
-        rate = {name: keys / spent for name, spent in seconds.items()}
-        note = (
-            f"{4 * self.nbytes / seconds['ours'] / 1e9:.3g} GB/s read and written; of "
-            f"{seconds['ours']:.3g} s sorts alone take {computing:.3g} s, moving {moving:.3g} s"
-        )
-        longer, comparable = max(computing, moving), 0.5 < computing / moving < 2
-        targets = {"serial": _SERIAL if comparable else 0.0, "POSIX baseline": _POSIX}
-        for name, target in targets.items():
-            if name not in rate:
-                continue
-            self.bench.add(
-                f"{self.label}: ours", rate["ours"], "M keys/s", (name, rate[name]), target,
-                right["ours"] and right[name], paper=_PAPER if name != "serial" else "", note=note,
-            )  # fmt: skip
-        self.bench.add(
-            f"{self.label}: ours", rate["ours"], "M keys/s",
-            ("the longer of sorting and moving", keys / longer), _OF_LONGER, right["ours"],
-        )  # fmt: skip
+    def work(self) -> tuple[float, int]:
+        """Return millions of keys, and the bytes of two passes."""
+        return self.nbytes / 4e6, 4 * self.nbytes

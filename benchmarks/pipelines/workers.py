@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 import flashwarp as fw
+from benchmarks.base import Record
 from benchmarks.drives.modelled import modelled
 from flashwarp.config import cores
 from flashwarp.device import CpuDevice
 from flashwarp.errors import ArgumentError
 from flashwarp.pipeline.engine import BatchEngine, worker_limits
 from flashwarp.probe import disk
-from flashwarp.probe.report import Report, Row
 from flashwarp.storage import File, Memory, Storage, Striped
 
 __all__ = ["run"]
@@ -133,7 +133,7 @@ def play(
     return played
 
 
-def measure(report: Report, source: Source, rows: int, seconds: float) -> None:
+def measure(report: Record, source: Source, rows: int, seconds: float) -> None:
     """Sweep fixed counts over I/O alone, then compare them with the dynamic count on steps."""
     low, high = source.limits
     nbytes = rows * source.data.shape[1] * 8
@@ -147,25 +147,21 @@ def measure(report: Report, source: Source, rows: int, seconds: float) -> None:
         rates[count] = rows * batches / played.seconds[0]
         each = source.drives / count
         told = f", {each:g} drives each" if source.drives > 1 else ""
-        report.add(
-            Row(
-                f"{source.name}: {count} workers{told}",
-                rates[count] / 1e6,
-                "M rows/s",
-                source.ceiling_name,
-                source.ceiling / 1e6,
-                checked=played.right,
-                paper=_PAPER_12.get(round(each), "") if source.drives > 1 else "",
-                footprint=source.data.nbytes,
-            )
+        report.row(
+            f"{source.name}: {count} workers{told}",
+            rates[count] / 1e6,
+            "M rows/s",
+            source.ceiling_name,
+            source.ceiling / 1e6,
+            checked=played.right,
+            paper=_PAPER_12.get(round(each), "") if source.drives > 1 else "",
+            footprint=source.data.nbytes,
         )
-        report.add(
-            Row(
-                f"{source.name}: CPU time, {count} workers{told}",
-                played.cpu_s / (rows * batches) * 1e6,
-                "s per million rows",
-                note="of the workers and the polling thread",
-            )
+        report.row(
+            f"{source.name}: CPU time, {count} workers{told}",
+            played.cpu_s / (rows * batches) * 1e6,
+            "s per million rows",
+            note="of the workers and the polling thread",
         )
     steps = [(max(32, int(seconds / max(io_s, ratio * io_s))), ratio * io_s) for ratio in _STEPS]
     fixed = {count: play(source, rows, count, steps) for count in counts if low <= count <= high}
@@ -178,39 +174,32 @@ def measure(report: Report, source: Source, rows: int, seconds: float) -> None:
     }
     total = sum(batches for batches, _ in steps)
     best = min(fixed, key=lambda count: sum(fixed[count].seconds))
-    report.add(
-        Row(
-            f"{source.name}: steps of compute, dynamic count",
-            total / sum(dynamic.seconds),
-            "batches/s",
-            f"best fixed count, {best},",
-            total / sum(fixed[best].seconds),
-            0.95,
-            dynamic.right and all(each.right for each in fixed.values()),
-            note=f"workers at the end of each step: {dynamic.workers}, "
-            f"{dynamic.decisions} decisions",
-            footprint=source.data.nbytes,
-        )
+    report.row(
+        f"{source.name}: steps of compute, dynamic count",
+        total / sum(dynamic.seconds),
+        "batches/s",
+        f"best fixed count, {best},",
+        total / sum(fixed[best].seconds),
+        0.95,
+        dynamic.right and all(each.right for each in fixed.values()),
+        note=f"workers at the end of each step: {dynamic.workers}, {dynamic.decisions} decisions",
+        footprint=source.data.nbytes,
     )
-    report.add(
-        Row(
-            f"{source.name}: steps of compute, CPU time, dynamic count",
-            dynamic.cpu_s / (rows * total) * 1e6,
-            "s per million rows",
-            f"{high} workers",
-            fixed[high].cpu_s / (rows * total) * 1e6,
-        )
+    report.row(
+        f"{source.name}: steps of compute, CPU time, dynamic count",
+        dynamic.cpu_s / (rows * total) * 1e6,
+        "s per million rows",
+        f"{high} workers",
+        fixed[high].cpu_s / (rows * total) * 1e6,
     )
     # A count that follows the load down is the fewest there.
-    report.add(
-        Row(
-            f"{source.name}: the fewest workers",
-            low,
-            "workers",
-            "those of the step with most compute",
-            dynamic.workers[_STEPS.index(max(_STEPS))],
-            1.0,
-        )
+    report.row(
+        f"{source.name}: the fewest workers",
+        low,
+        "workers",
+        "those of the step with most compute",
+        dynamic.workers[_STEPS.index(max(_STEPS))],
+        1.0,
     )
 
 
@@ -277,7 +266,7 @@ def run(
     row_bytes: Annotated[int, "Bytes of a row, a multiple of 512."] = 4096,
     mib: Annotated[int, "Size of the data in MiB."] = 256,
     seconds: Annotated[float, "About how long each step takes."] = 1.0,
-) -> Report:
+) -> Record:
     """Measure all sources; needs twice `mib` of memory, and `mib` of disk."""
     if not 4 <= drives <= 16:
         raise ArgumentError(f"drives={drives} is not between 4 and 16")
@@ -297,7 +286,7 @@ def run(
         "seconds": seconds,
         "compute over I/O": list(_STEPS),
     }
-    report = Report(
+    report = Record(
         title="Workers of the engine of batches (modelled drives are models, not measurements)",
         device=CpuDevice().describe(),
         settings=settings,

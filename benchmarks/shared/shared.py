@@ -18,10 +18,10 @@ from typing import Annotated, Any
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import Record
 from flashwarp.config import cores, parse_bytes
 from flashwarp.device import Device, resolve
 from flashwarp.errors import ArgumentError, FlashwarpError
-from flashwarp.probe.report import Report, Row
 
 __all__ = ["run"]
 
@@ -39,7 +39,7 @@ def run(
     seconds: Annotated[float, "For which each process reads."] = 3.0,
     threads: Annotated[int, "Of each process on the CPU device; 0: half of the cores."] = 0,
     seed: Annotated[int, "Of the rows."] = 1,
-) -> Report:
+) -> Record:
     """Measure clients of a shared cache, one and two at a time."""
     nbytes, row_bytes = parse_bytes(size), parse_bytes(row)
     if row_bytes % 4 or not 4 <= row_bytes <= min(nbytes, _CALL_BYTES):
@@ -47,7 +47,7 @@ def run(
     threads = threads or max(1, cores() // 2)
     where = _device(None if device is None else str(device), threads)
     settings = {"size": size, "row": row, "seconds": seconds, "threads": threads}
-    report = Report("A shared cache", resolve(device).describe(), settings, {"rows": seed})
+    report = Record("A shared cache", resolve(device).describe(), settings, {"rows": seed})
     path = folder / "rows.npy"
     rows = nbytes // row_bytes
     data = np.lib.format.open_memmap(path, "w+", "i4", (rows, row_bytes // 4))
@@ -68,11 +68,11 @@ def run(
     return report
 
 
-def _compare(report: Report, where: Device, reads: _Reads, capacity: int, nbytes: int) -> None:
+def _compare(report: Record, where: Device, reads: _Reads, capacity: int, nbytes: int) -> None:
     def add(
         name: str, rate: float, other: str = "", than: float = 0.0, target: float = 0.0
     ) -> None:
-        report.add(Row(name, rate, "GB/s", other, than, target, right, footprint=nbytes))
+        report.row(name, rate, "GB/s", other, than, target, right, footprint=nbytes)
 
     own = "an array with a cache of its own"
     (alone,), first, _, right = reads.run(1, shared=False)
@@ -97,9 +97,9 @@ def _compare(report: Report, where: Device, reads: _Reads, capacity: int, nbytes
     if where.kind != "cpu":
         note = "what the GPU had less free, with a context of each process"
         name = "memory of two processes with caches of their own"
-        report.add(Row(name, private / 1e9, "GB", "two caches", 2 * capacity / 1e9, note=note))
+        report.row(name, private / 1e9, "GB", "two caches", 2 * capacity / 1e9, note=note)
     whole = "memory of owner and two clients"
-    report.add(Row(whole, memory / 1e9, "GB", "the cache", capacity / 1e9, note=note))
+    report.row(whole, memory / 1e9, "GB", "the cache", capacity / 1e9, note=note)
 
 
 def _device(name: str | None, threads: int) -> Device:

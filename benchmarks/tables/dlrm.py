@@ -19,12 +19,12 @@ from typing import Annotated, Any
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import Record, by_kind, listed
 from benchmarks.calls.graphs import MappedRows
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, resolve
 from flashwarp.errors import ArgumentError
 from flashwarp.nvme.queue_pair import DataPath
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, in_turns
 
 __all__ = ["run"]
@@ -69,21 +69,17 @@ def run(
     ] = "",
     runs: Annotated[int, "How often each way has its turn."] = 3,
     seed: Annotated[int, "Of the rows that the samples ask for."] = 1,
-) -> Report:
+) -> Record:
     """Time steps that wait for their rows, and steps that prefetch the next ones."""
-    chosen = parts.split(",") if parts else list(_PARTS)
+    chosen = listed("parts", parts, _PARTS) if parts else list(_PARTS)
     if not parts and importlib.util.find_spec("torch") is None:
         chosen.remove("modules")
-    if unknown := set(chosen) - set(_PARTS):
-        raise ArgumentError(f"parts={parts!r}: {unknown} are none of {', '.join(_PARTS)}")
     if skew == 1:
         raise ArgumentError("skew=1: draws are made for exponents other than 1, such as 1.05")
     where = resolve(device)
-    bench = _Bench(
-        where, divide or (64 if where.kind == "cuda" else 20_000), dim, steps, runs, skew, seed
-    )
+    bench = _Bench(where, by_kind(where, divide, 64, 20_000), dim, steps, runs, skew, seed)
     capacity = parse_bytes(cache) if cache else max(bench.data.nbytes // 8, _LEAST_CACHE)
-    bench.report = Report(
+    bench.report = Record(
         "Recommender",
         where.describe(),
         {
@@ -143,7 +139,7 @@ def _paper(waiting: float, ahead: float, figure: int) -> str:
 class _Bench:
     """The tables, the samples, and ways to take steps."""
 
-    report: Report
+    report: Record
     line: str
 
     def __init__(
@@ -444,9 +440,7 @@ class _Bench:
         paper: str = "", note: str = "", target: float = 0.0,
     ) -> None:  # fmt: skip
         """Report samples a second, in thousands."""
-        self.report.add(
-            Row(
-                name, rate / 1e3, "k samples/s", other, reference / 1e3, target, right,
-                paper=paper, note=note, footprint=self.data.nbytes,
-            )
+        self.report.row(
+            name, rate / 1e3, "k samples/s", other, reference / 1e3, target, right,
+            paper=paper, note=note, footprint=self.data.nbytes,
         )  # fmt: skip

@@ -23,11 +23,11 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from benchmarks.base import Record
 from benchmarks.tables.file import DATA_OFFSET, write_table
 from flashwarp.config import parse_bytes
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError
-from flashwarp.probe.report import Report, Row
 
 __all__ = ["run"]
 
@@ -56,7 +56,7 @@ def run(
     tokenizer: Annotated[str, "A .tiktoken file; empty: that of dashscope, else words."] = "",
     runs: Annotated[int, "How many windows of the text count, beside a first one."] = 5,
     seed: Annotated[int, "Of the table."] = 1,
-) -> Report:
+) -> Record:
     """Read a text by a model's n-gram embeddings, resident and offloaded."""
     where = resolve(device)
     defaults = _DEFAULTS[where.kind]
@@ -65,7 +65,7 @@ def run(
     tokens = _tokens(text, tokenizer)
     windows = tokens.windows(prefill + decode, runs + 1)
     bench = _NGrams(where.name, parse_bytes(size, "size"), tokens.vocabulary)
-    report = Report(
+    report = Record(
         "N-gram embeddings of transformers",
         where.describe(),
         {
@@ -104,28 +104,22 @@ def run(
         (f"first steps of {prefill} tokens", ours.first, expected.first, prefill),
         (f"{decode} steps of a token", ours.later, expected.later, decode),
     ):
-        report.add(
-            Row(
-                f"{name}, offloaded, {table.path}", count / median(ours_s[1:]), "tokens/s",
-                "the table in the device's memory", count / median(their_s[1:]), checked=right,
-                note="both by transformers' code, call by call; the files are in the page cache",
-                footprint=nbytes,
-            )
+        report.row(
+            f"{name}, offloaded, {table.path}", count / median(ours_s[1:]), "tokens/s",
+            "the table in the device's memory", count / median(their_s[1:]), checked=right,
+            note="both by transformers' code, call by call; the files are in the page cache",
+            footprint=nbytes,
         )  # fmt: skip
     touched = len(np.unique(ids))
-    report.add(
-        Row(
-            "rows a token", len(ids) / (len(windows) * (prefill + decode)), "rows",
-            note=f"{len(ids)} rows looked up, {touched} of them different, which are "
-            f"{touched / bench.rows:.4%} of the table",
-        )
+    report.row(
+        "rows a token", len(ids) / (len(windows) * (prefill + decode)), "rows",
+        note=f"{len(ids)} rows looked up, {touched} of them different, which are "
+        f"{touched / bench.rows:.4%} of the table",
     )  # fmt: skip
-    report.add(
-        Row(
-            "lines that were in the cache, of all that the text looked up", 100 * table.hit_rate,
-            "%", note=f"{table.bytes_looked_up} bytes looked up, {table.bytes_from_storage} read, "
-            f"{table.bytes_from_host} from the host tier",
-        )
+    report.row(
+        "lines that were in the cache, of all that the text looked up", 100 * table.hit_rate,
+        "%", note=f"{table.bytes_looked_up} bytes looked up, {table.bytes_from_storage} read, "
+        f"{table.bytes_from_host} from the host tier",
     )  # fmt: skip
     return report
 

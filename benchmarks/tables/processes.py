@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.base import Record
 from benchmarks.small_memory import events_of
 from benchmarks.tables.file import DATA_OFFSET, write_table
 from flashwarp.probe import disk
-from flashwarp.probe.report import Report, Row
 
 __all__ = ["Limits", "compare_processes"]
 
@@ -67,7 +67,7 @@ class _Done:
     gpu: int
 
 
-def compare_processes(report: Report, limits: Limits, small: Path) -> None:
+def compare_processes(report: Record, limits: Limits, small: Path) -> None:
     """Add rows for the memory of a process, and for two that read one table."""
     write_table({small: ["table.weight"]}, _SMALL_ROWS, limits.row_bytes, limits.seed)
     disk.drop_page_cache(limits.path)
@@ -87,38 +87,30 @@ def compare_processes(report: Report, limits: Limits, small: Path) -> None:
         spared = 0 if done.path == "in_place" else held["of the table's pages"]
         taken = held["VmRSS"] + held["pinned beside it"] - spared
         parts = ", ".join(f"{name} {nbytes / _MIB:+.1f}" for name, nbytes in held.items())
-        report.add(
-            Row(
-                f"process {number}: limit of host memory, {done.path}", limits.ram / _MIB, "MiB",
-                "growth of resident and pinned memory",
-                max(taken, 1) / _MIB,
-                target=1.0, checked=checked, note=f"growth in MiB: {parts}",
-            )
+        report.row(
+            f"process {number}: limit of host memory, {done.path}", limits.ram / _MIB, "MiB",
+            "growth of resident and pinned memory",
+            max(taken, 1) / _MIB,
+            target=1.0, checked=checked, note=f"growth in MiB: {parts}",
         )  # fmt: skip
         if on_gpu:
-            report.add(
-                Row(
-                    f"process {number}: limit of GPU memory", limits.gpu / _MIB, "MiB",
-                    "growth of the GPU's used memory", max(done.gpu, 1) / _MIB, target=1.0,
-                    checked=checked,
-                )
+            report.row(
+                f"process {number}: limit of GPU memory", limits.gpu / _MIB, "MiB",
+                "growth of the GPU's used memory", max(done.gpu, 1) / _MIB, target=1.0,
+                checked=checked,
             )  # fmt: skip
     first, second = (_STEPS * _STEP_ROWS / each.seconds / 1e3 for each in found)
-    report.add(
-        Row(
-            f"first {_STEPS * _STEP_ROWS} rows of a second process", second, "k rows/s",
-            "the first process, from the disk", first, checked=all(right),
-            footprint=limits.rows * limits.row_bytes,
-        )
+    report.row(
+        f"first {_STEPS * _STEP_ROWS} rows of a second process", second, "k rows/s",
+        "the first process, from the disk", first, checked=all(right),
+        footprint=limits.rows * limits.row_bytes,
     )  # fmt: skip
     alone, both = cached
     if alone is not None and both is not None:
         nbytes = limits.path.stat().st_size
-        report.add(
-            Row(
-                "page cache that holds the table for two processes", both * nbytes / _MIB, "MiB",
-                "for the first process alone", alone * nbytes / _MIB,
-            )
+        report.row(
+            "page cache that holds the table for two processes", both * nbytes / _MIB, "MiB",
+            "for the first process alone", alone * nbytes / _MIB,
         )  # fmt: skip
 
 

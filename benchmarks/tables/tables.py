@@ -23,13 +23,13 @@ from typing import Annotated, Any
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import Record, bytes_of
 from benchmarks.calls.graphs import MappedRows
 from benchmarks.tables.file import DATA_OFFSET, write_table
 from benchmarks.tables.processes import Limits, compare_processes
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, resolve
 from flashwarp.probe import disk
-from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns
 
 __all__ = ["run"]
@@ -67,16 +67,15 @@ def run(
     steps: Annotated[int, "Steps that one measurement takes."] = 100,
     runs: Annotated[int, "How often each way has its turn."] = 3,
     seed: Annotated[int, "Of the rows and the ids."] = 1,
-) -> Report:
+) -> Record:
     """Time steps that read rows of a table: resident, pinned, by the host, and by us."""
     where = resolve(device)
-    on_gpu = where.kind == "cuda"
-    nbytes = parse_bytes(size) if size else (4 << 30 if on_gpu else 16 << 20)
+    nbytes = bytes_of(where, size, "4 GiB", "16 MiB")
     cache = parse_bytes(budget) if budget else nbytes // 8
-    host = parse_bytes(ram) if ram else (256 << 20 if on_gpu else 4 << 20)
+    host = bytes_of(where, ram, "256 MiB", "4 MiB")
     rows = nbytes // _WHOLE * (_WHOLE // _ROW_BYTES)
     bench = _Tables(where, folder / "table.safetensors", rows, cache, hot, steps, runs, seed)
-    bench.report = Report(
+    bench.report = Record(
         "Tables larger than memory",
         where.describe(),
         {
@@ -149,7 +148,7 @@ class _Model:
 class _Tables:
     """The table's file, and the ways to look its rows up."""
 
-    report: Report
+    report: Record
 
     def __init__(
         self, device: Device, path: Path, rows: int, cache: int, hot: float, steps: int, runs: int,
@@ -314,12 +313,10 @@ class _Tables:
         rates = {name: _TOKENS / median(seconds) for name, seconds in taken.items()}
         reference = rates.pop("resident")
         for name, rate in rates.items():
-            self.report.add(
-                Row(
-                    f"{_TOKENS} tokens generated, {count} rows each, {ways[name].name}",
-                    rate, "tokens/s", ways["resident"].name, reference,
-                    _GENERATING if name in ("in place", "budget") else 0.0, right[name],
-                )
+            self.report.row(
+                f"{_TOKENS} tokens generated, {count} rows each, {ways[name].name}",
+                rate, "tokens/s", ways["resident"].name, reference,
+                _GENERATING if name in ("in place", "budget") else 0.0, right[name],
             )  # fmt: skip
 
     def _report_steps(
@@ -342,13 +339,11 @@ class _Tables:
                 against = f"the resident table's, and {added} us for each"
                 reference, target = times["resident"] + added / 1e6, 1.0
             us = times[name] * 1e6
-            self.report.add(
-                Row(
-                    f"steps with {count} rows, {way.name}", 1 / times[name], "steps/s", against,
-                    1 / reference, target, right[name],
-                    note=f"{us:.1f} us; {us - times['resident'] * 1e6:+.1f} us beside the resident "
-                    "table",
-                )
+            self.report.row(
+                f"steps with {count} rows, {way.name}", 1 / times[name], "steps/s", against,
+                1 / reference, target, right[name],
+                note=f"{us:.1f} us; {us - times['resident'] * 1e6:+.1f} us beside the resident "
+                "table",
             )  # fmt: skip
 
     def _stepper(self, model: _Model, way: _Way) -> Callable[[], object]:
@@ -397,11 +392,9 @@ class _Tables:
             seconds += time.perf_counter() - start
             right &= bool(self.torch.equal(found, expected))
             done += len(ids)
-        self.report.add(
-            Row(
-                f"{count} random rows, {ways[name].name}", count / seconds / 1e6, "M rows/s",
-                checked=right, footprint=self.rows * _ROW_BYTES,
-            )
+        self.report.row(
+            f"{count} random rows, {ways[name].name}", count / seconds / 1e6, "M rows/s",
+            checked=right, footprint=self.rows * _ROW_BYTES,
         )  # fmt: skip
 
     def prefill(self) -> None:
@@ -446,12 +439,10 @@ class _Tables:
             f"Linux AIO, {_QUEUE_DEPTH} deep, into staging memory": (rates["queue"], 0.0),
         }
         for name, (reference, target) in against.items():
-            self.report.add(
-                Row(
-                    f"{count} rows that nothing has read, O_DIRECT", rates["ours"], "k rows/s",
-                    name, reference, target, right, note=ceiling.note,
-                    footprint=self.rows * _ROW_BYTES,
-                )
+            self.report.row(
+                f"{count} rows that nothing has read, O_DIRECT", rates["ours"], "k rows/s",
+                name, reference, target, right, note=ceiling.note,
+                footprint=self.rows * _ROW_BYTES,
             )  # fmt: skip
 
     def _forget(self) -> None:
@@ -472,12 +463,10 @@ class _Tables:
         rows = _FIRST_ROW_BYTES // _ROW_BYTES
         opening, reading, how, right = self._open_and_read(path, rows, row, {})
         path.unlink()
-        self.report.add(
-            Row(
-                f"limit to open a table of {_FIRST_ROW_BYTES >> 30} GiB and read a row, {how}",
-                _FIRST_ROW_S, "s", "seconds that it took", opening + reading, 1.0, right,
-                note=f"{opening:.3f} s to open it, {reading:.3f} s for the row",
-            )
+        self.report.row(
+            f"limit to open a table of {_FIRST_ROW_BYTES >> 30} GiB and read a row, {how}",
+            _FIRST_ROW_S, "s", "seconds that it took", opening + reading, 1.0, right,
+            note=f"{opening:.3f} s to open it, {reading:.3f} s for the row",
         )  # fmt: skip
 
     def _open_and_read(

@@ -21,7 +21,6 @@ using fw::native::cuda::kCaptured;
 using fw::native::cuda::kNotReady;
 using fw::native::cuda::kSuccess;
 using fw::native::cuda::Memory;
-using fw::native::cuda::Piece;
 using fw::native::cuda::Result;
 
 void bind_cuda(nb::module_& m);
@@ -119,7 +118,7 @@ std::tuple<Result, bool> copy_and_append(const Context& context, Handles others,
                                          const Pieces& pieces, uintptr_t begin, uintptr_t end,
                                          uintptr_t stream, nb::object entries, nb::object entry) {
   const std::vector<Handle> among = handles(others);
-  std::vector<Piece> each;
+  std::vector<fw::native::cuda::Piece> each;
   each.reserve(pieces.size());
   for (const auto& [target, source, nbytes] : pieces) each.push_back({target, source, nbytes});
   bool recorded = false;

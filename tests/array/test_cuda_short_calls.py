@@ -483,6 +483,14 @@ def check_launch_is_not_made_beside_a_capture_of_cupy() -> None:
         kernel(warps=1)
 
 
+def check_a_library_that_another_thread_imports_has_no_stream_yet() -> None:
+    with open_array() as x:
+        sys.modules["cupy"] = types.ModuleType("cupy")
+
+        assert x.device.current_stream("cupy") == x.device.default_stream()
+        assert x.device.idle()
+
+
 # Running them.
 
 

@@ -6,7 +6,6 @@ seed (default: the day's). A failure prints the seed of its array and the number
 
 from __future__ import annotations
 
-import datetime
 import os
 import resource
 import threading
@@ -31,7 +30,7 @@ from flashwarp.errors import (
 from flashwarp.storage import Memory
 
 KEYS = int(os.environ.get("FLASHWARP_INDEXING_KEYS", "12000"))
-SEED = int(os.environ.get("FLASHWARP_INDEXING_SEED", datetime.date.today().toordinal()))
+SEED = int(os.environ.get("FLASHWARP_INDEXING_SEED", "1"))
 KEYS_EACH = 250
 
 RECORD = np.dtype([("key", "<i8"), ("weight", "<f4"), ("name", "S5")])  # 17 bytes

@@ -18,7 +18,7 @@ from flashwarp.array.share_table import ENTRIES_MAX, ShareTableStruct
 from flashwarp.device import CpuDevice, DeviceMemory
 from flashwarp.errors import ArgumentError, ClosedError, ShareError, StorageError
 from flashwarp.testing.faults import Faulty
-from support.daily import part_of_today
+from support.samples import sample
 
 KERNELS = Path(__file__).parents[1] / "support" / "share_kernels.cu"
 HEADER = Path(fw.__file__).parent / "include" / "flashwarp" / "cache" / "share_table.cuh"
@@ -315,7 +315,7 @@ def test_without_the_table_the_same_source_is_plain_accesses(device: CpuDevice) 
         np.testing.assert_array_equal(x[:], data * 2)
 
 
-@pytest.mark.parametrize("arch", part_of_today(["sm_80", "sm_90"], 2))
+@pytest.mark.parametrize("arch", sample(["sm_80", "sm_90"], 2))
 def test_without_the_table_the_code_is_that_of_plain_accesses(arch: str) -> None:
     text = compiler.Source("plain.cu", PLAIN.encode())
 

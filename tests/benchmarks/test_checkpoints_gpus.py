@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.base import Record
 from benchmarks.checkpoints import checkpoints
 from benchmarks.checkpoints import gpus as checkpoints_gpus
 from flashwarp.errors import FlashwarpError
@@ -42,20 +43,19 @@ def test_two_processes_restore_what_they_wrote(tmp_path: Path) -> None:
 
 def test_gpus_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints_gpus.driver, "device_count", lambda: 0)
-    monkeypatch.setattr(checkpoints_gpus, "absent", lambda _, *words: told.append(words))
-    told: list[tuple[str, ...]] = []
+    report = Record("gpus", "none", {}, {})
 
     class Gpu:
         kind = "cuda"
 
     checkpoints_gpus.add_gpus(
-        None, Gpu(), tmp_path, 1, 1, [1, 2], [], checkpoints_gpus.Links(1, 1, 1, 1, 1), bool
+        report, Gpu(), tmp_path, 1, 1, [1, 2], [], checkpoints_gpus.Links(1, 1, 1, 1, 1)
     )
 
-    assert told == [
-        ("1 GPU at a time", "the driver sees 0 GPUs"),
-        ("2 GPUs at a time", "the driver sees 0 GPUs"),
-    ]
+    assert report.settings["left out"] == {
+        "1 GPU at a time": "the driver sees 0 GPUs",
+        "2 GPUs at a time": "the driver sees 0 GPUs",
+    }
 
 
 def test_a_process_that_fails_is_told() -> None:

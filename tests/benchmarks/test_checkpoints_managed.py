@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.base import Record
 from benchmarks.checkpoints import managed as checkpoints_managed
 from benchmarks.checkpoints.shots import HINTS, Links, sizes_of
-from flashwarp.probe.report import Report
 
 LINKS = Links(1e10, 1e10, 1e10, 1e9, 1e9)
 
@@ -55,10 +55,10 @@ def device_with(context: Context, free_bytes: int) -> Any:
     return SimpleNamespace(kind="cpu", context=context, memory_info=lambda: memory)
 
 
-def add(device: Any, steps: int, total: int) -> tuple[str, Report]:
-    report = Report(title="managed", device="none", settings={}, seeds={})
+def add(device: Any, steps: int, total: int) -> tuple[str, Record]:
+    report = Record(title="managed", device="none", settings={}, seeds={})
     lengths = sizes_of("uniform", steps, total, 0)
-    return checkpoints_managed.add_managed(report, device, lengths, LINKS, lambda: False), report
+    return checkpoints_managed.add_managed(report, device, lengths, LINKS), report
 
 
 def test_shots_are_restored_and_few_snapshots_stay_on_the_gpu(

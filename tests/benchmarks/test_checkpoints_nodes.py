@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.base import Record
 from benchmarks.checkpoints import nodes as checkpoints_nodes
 from benchmarks.checkpoints.nodes import Node, links_of, simulate
 from benchmarks.checkpoints.shots import Links
 from flashwarp.errors import ArgumentError
-from flashwarp.probe.report import Report
 
 NODE = Node(Links(1e12, 25e9, 25e9, 1e9, 2e9), 100_000_000, 48, (4, 32), 0.01)
 
@@ -78,7 +78,7 @@ def test_links_come_from_a_record(tmp_path: Path) -> None:
     row = {"name": "shots, uniform reverse, 30 ms, at once, hints: all", "value": 0.3}
     settings = {"measured_bytes_per_s": vars(NODE.links), "steps": 36, "shot_bytes": 36 << 20}
     path.write_text(json.dumps({"settings": settings, "rows": [row, row | {"name": "other"}]}))
-    report = Report("t", "d", {}, {})
+    report = Record("t", "d", {}, {})
     checkpoints_nodes.add_checks(report, str(path))
     (found,) = report.rows
     assert found.name == "simulated: the measured node, reverse, 30 ms, hints: all"

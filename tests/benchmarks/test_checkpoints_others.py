@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is an extra")
 
+from benchmarks.base import Record
 from benchmarks.checkpoints import checkpoints, others
 from benchmarks.checkpoints.shots import Links, sizes_of
 from flashwarp.device import resolve
-from flashwarp.probe.report import Report
 
 LINKS = Links(1e10, 1e10, 1e10, 1e9, 1e9)
 PACKAGES = {"orbax": "orbax.checkpoint"}
@@ -29,8 +29,8 @@ pytestmark = [
 ]
 
 
-def empty() -> Report:
-    return Report(title="others", device="cpu", settings={}, seeds={})
+def empty() -> Record:
+    return Record(title="others", device="cpu", settings={}, seeds={})
 
 
 @pytest.mark.parametrize("way", others.STATES)
@@ -39,7 +39,7 @@ def test_a_state_is_saved(way: str, tmp_path: Path) -> None:
         pytest.importorskip(PACKAGES[way])
     report = empty()
 
-    others.add_state(report, resolve("cpu"), tmp_path, 1 << 20, 1e-3, lambda: False, [way])
+    others.add_state(report, resolve("cpu"), tmp_path, 1 << 20, 1e-3, [way])
 
     assert "left out" not in report.settings
     assert [row.reference_name for row in report.rows] == [NAMES[way]]
@@ -55,7 +55,6 @@ def test_a_shot_is_restored(tmp_path: Path) -> None:
         tmp_path,
         sizes_of("uniform", 12, 3 << 20, 0),
         LINKS,
-        lambda: False,
         others.SHOTS,
     )
 
@@ -69,8 +68,9 @@ def test_a_shot_is_restored(tmp_path: Path) -> None:
 
 def test_what_comes_too_late_is_said(tmp_path: Path) -> None:
     report = empty()
+    report.end_in(-1)
 
-    others.add_state(report, resolve("cpu"), tmp_path, 1 << 20, 1e-3, lambda: True, others.STATES)
+    others.add_state(report, resolve("cpu"), tmp_path, 1 << 20, 1e-3, others.STATES)
 
     assert report.settings["left out"] == dict.fromkeys(NAMES.values(), "no time was left")
     assert report.rows == []
@@ -93,7 +93,7 @@ def test_a_torch_whose_stager_closes_its_copier_saves_twice(
     monkeypatch.setattr(staging.DefaultStager, "stage", closing)
     report = empty()
 
-    others.add_state(report, resolve("cpu"), tmp_path, 1 << 20, 1e-3, lambda: False, ["process"])
+    others.add_state(report, resolve("cpu"), tmp_path, 1 << 20, 1e-3, ["process"])
 
     assert "left out" not in report.settings
     assert len(closed) == 2

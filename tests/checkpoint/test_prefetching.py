@@ -12,7 +12,7 @@ import pytest
 
 from checkpoint.faults import WAIT_S, Faults, FaultyDirectory, Opener
 from checkpoint.test_checkpointer import until
-from flashwarp.checkpoint import flushing, mover
+from flashwarp.checkpoint import flushing, mover, pieces
 from flashwarp.checkpoint.buffer import ALIGNMENT
 from flashwarp.checkpoint.checkpointer import Checkpointer
 from flashwarp.checkpoint.directory import Directory, VersionWriter
@@ -261,7 +261,7 @@ def test_a_version_begins_once_all_pieces_of_the_one_before_are_on_their_way(
     opened: Opener, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mover, "_STORED_BYTES", 1 << 20)
-    state = np.zeros((mover._QUEUED_MAX + 2) << 20, np.uint8)
+    state = np.zeros((pieces.QUEUED_MAX + 2) << 20, np.uint8)
     first = opened(0, 0)
     first.protect("state", state)
     for version in range(2):
@@ -276,7 +276,7 @@ def test_a_version_begins_once_all_pieces_of_the_one_before_are_on_their_way(
     until(lambda: len(core.entries) == 2, "all manifests have been read")
     faults.hold_reads()
     checkpointer.prefetch_start()
-    until(lambda: faults.reads == mover._AT_A_TIME, "pieces of the first version are read")
+    until(lambda: faults.reads == pieces.AT_A_TIME, "pieces of the first version are read")
     time.sleep(0.05)
 
     assert len(core.storage_reads) == 1, "two pieces of it are not on their way yet"

@@ -13,6 +13,7 @@ import pytest
 from checkpoint.faults import WAIT_S, Faults, FaultyDirectory, Opener
 from checkpoint.test_checkpointer import assert_restores, history, until
 from flashwarp.checkpoint import flushing, mover
+from flashwarp.checkpoint.pieces import QUEUED_MAX
 
 VERSION_BYTES = 16 << 10  # of `history`
 CONSUMED = {"discard_consumed": True}
@@ -128,7 +129,7 @@ def test_a_flush_under_way_waits_while_storage_is_read(
     opened: Opener, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mover, "_STORED_BYTES", 1 << 20)
-    pieces = 2 * mover._QUEUED_MAX
+    pieces = 2 * QUEUED_MAX
     first = opened(0, 0)
     state = history(first, 1)
     first.close()
@@ -147,7 +148,7 @@ def test_a_flush_under_way_waits_while_storage_is_read(
     faults.release_writes()
     time.sleep(0.2)
 
-    assert faults.writes <= mover._QUEUED_MAX + 1  # what was queued, and what was being queued
+    assert faults.writes <= QUEUED_MAX + 1  # what was queued, and what was being queued
     assert not saved.done()
     faults.release()
     reading.join(WAIT_S)

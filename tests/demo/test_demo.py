@@ -27,7 +27,7 @@ from flashwarp.probe.disk import (
     measure_ceiling,
     resident_fraction,
 )
-from flashwarp.probe.link import LinkRates
+from flashwarp.probe.link import LinkRates, compile_pull
 from flashwarp.probe.text import aligned, binary, thousands
 
 
@@ -356,7 +356,7 @@ def test_ways_from_the_page_cache_bring_the_same_rows(tmp_path, cpu, monkeypatch
     path = tmp_path / "features.npy"
     features.write_table(path, SMALL.rows, SMALL.columns)
 
-    rates, missing, _ = features.from_page_cache(path, SMALL, cpu, features.compile_pull(cpu))
+    rates, missing, _ = features.from_page_cache(path, SMALL, cpu, compile_pull(cpu))
 
     ways = [features.OURS, features.UVA] + [features.SELECT] * bool(torch) + [features.MEMMAP]
     assert [rate.way for rate in rates] == ways
@@ -417,7 +417,7 @@ def test_table_that_cannot_be_pinned_is_named(tmp_path, cpu, monkeypatch):
     path = tmp_path / "features.npy"
     features.write_table(path, SMALL.rows, SMALL.columns)
 
-    rates, missing, _ = features.from_page_cache(path, SMALL, cpu, features.compile_pull(cpu))
+    rates, missing, _ = features.from_page_cache(path, SMALL, cpu, compile_pull(cpu))
 
     assert features.UVA not in [rate.way for rate in rates]
     assert missing[0] == f"{features.UVA}: 16777216 bytes of pinned memory are too many"
@@ -512,7 +512,7 @@ def test_small_demo_end_to_end(tmp_path, cpu, steps, flights, monkeypatch, gpu):
         monkeypatch.setattr(features, "_on_gpu", lambda _: True)
         monkeypatch.setattr(features, "measure_link", lambda _: LinkRates(50e9, 50e9))
         monkeypatch.setitem(sys.modules, "torch", None)
-        pull = features.compile_pull(cpu)
+        pull = compile_pull(cpu)
     result = DemoResult(
         device=cpu.describe(),
         directory=str(tmp_path),

@@ -49,7 +49,12 @@ def test_help_names_every_command(tmp_path: Path) -> None:
         ("demo --size huge", "argument --size: invalid choice: 'huge'"),
         ("demo --siz full", "unrecognized arguments: --siz full"),
         ("bench calls", "`python -m benchmarks calls`"),
-        ("bench first_light", "`python -m benchmarks arrays`"),
+        ("bench nothing", "unrecognized arguments: nothing"),
+        ("bench --runs 0", "argument --runs: 0 is not a finite number from 1 on"),
+        ("bench --folder absent", "argument --folder: absent does not exist"),
+        ("bench --folder /dev/null", "argument --folder: /dev/null is no folder"),
+        ("bench --json absent/x", "argument --json: absent does not exist"),
+        ("bench --json .", "argument --json: . is a folder"),
         ("trace compare loop --plot absent/x.png", "argument --plot: absent does not exist"),
         ("graph", "the following arguments are required: COMMAND"),
         ("graph make kron:4", "the following arguments are required: folder"),
@@ -66,7 +71,7 @@ def test_wrong_arguments_are_named_and_end_with_2(
     assert ran.stderr.startswith("usage: flashwarp")
 
 
-@pytest.mark.parametrize("command", ["doctor", "demo", "graph make", "trace"])
+@pytest.mark.parametrize("command", ["doctor", "demo", "bench", "graph make", "trace"])
 def test_help_of_a_command_names_its_options(tmp_path: Path, command: str) -> None:
     ran = shell(f"{FLASHWARP} {command} --help", tmp_path)
 

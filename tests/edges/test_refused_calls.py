@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from edges import nursery, seccomp
-from support.daily import part_of_today
+from support.samples import sample
 
 pytestmark = pytest.mark.skipif(bool(seccomp.why_not()), reason=seccomp.why_not())
 
@@ -81,14 +81,14 @@ assert (np.load("rows.npy") == rows).all()
 """
 
 
-TODAYS_REFUSED = part_of_today(list(REFUSED), 2)
+SAMPLED_REFUSED = sample(list(REFUSED), 2)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, nursery.Outcome]:
     programs = [
         nursery.Program(f"{names}, {error}", USE.format(names=names, error=error))
-        for names in TODAYS_REFUSED
+        for names in SAMPLED_REFUSED
         for error in ("EPERM", "ENOSYS")
     ]
     later = nursery.Program("later", textwrap.dedent(REFUSED_LATER))
@@ -97,7 +97,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, nursery.Outc
 
 
 @pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
-@pytest.mark.parametrize("names", TODAYS_REFUSED)
+@pytest.mark.parametrize("names", SAMPLED_REFUSED)
 def test_arrays_work_without(outcomes: dict[str, nursery.Outcome], names: str, error: str) -> None:
     outcome = outcomes[f"{names}, {error}"]
 

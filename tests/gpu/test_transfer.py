@@ -10,7 +10,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.errors import ArgumentError, CaptureError, DeviceTimeout
-from flashwarp.transfer import CopyEngine, Direction, StagingRing
+from flashwarp.transfer import CopyEngine, Direction, TransferClient
 from support.words import Word
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +34,7 @@ def engine(device):
 
 @pytest.fixture
 def ring(device):
-    with StagingRing(device, 256 * MIB, 16 * MIB) as made:
+    with TransferClient(device, "tests", 256 * MIB, 16 * MIB) as made:
         yield made
 
 
@@ -48,7 +48,7 @@ def test_bytes_arrive_in_all_directions(device, engine, ring):
     content = np.random.default_rng(0).integers(0, 256, 16 * MIB, np.uint8)
     there = torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
     beside = torch.zeros_like(there)
-    first, last = ring.acquire(), ring.acquire()
+    first, last = ring.take(), ring.take()
     first.as_numpy()[:] = content
 
     up = engine.copy(there, first)
@@ -71,7 +71,7 @@ def test_a_copy_sees_what_the_producing_stream_writes_last(device, engine, ring)
         slow(stream)
         with torch.cuda.stream(stream):
             tensor.fill_(value)
-            buffer = ring.acquire()
+            buffer = ring.take()
             ticket = engine.copy(buffer, tensor)  # after torch's current stream
             ticket.before(stream)
             tensor.fill_(-1)  # must not be seen
@@ -84,7 +84,7 @@ def test_a_copy_returns_at_once_and_words_hold_it(device, engine, ring):
     there = torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     landed = Word(device)
-    buffer = ring.acquire()
+    buffer = ring.take()
     begin = time.perf_counter()
     landed.hold(engine, Direction.TO_DEVICE, 1)
     ticket = engine.copy(there, buffer, after=())
@@ -125,9 +125,9 @@ def test_a_batch_arrives(device, engine, piece):
 def test_buffers_are_not_lent_while_they_are_copied(device, engine):
     there = torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.Stream()
-    with StagingRing(device, 16 * MIB, 16 * MIB) as ring:
+    with TransferClient(device, "tests", 16 * MIB, 16 * MIB) as ring:
         for value in range(20):
-            buffer = ring.acquire(10)
+            buffer = ring.take(timeout_s=10)
             buffer.as_numpy()[:] = value
             slow(stream)
             engine.copy(there, buffer, after=stream)
@@ -145,7 +145,7 @@ def test_what_would_block_is_refused(device, engine):
 
 def test_a_capture_is_refused_and_goes_on(device, engine, ring):
     there = torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
-    buffer = ring.acquire()
+    buffer = ring.take()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         there.add_(1)

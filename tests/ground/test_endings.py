@@ -36,7 +36,7 @@ from flashwarp.errors import (
 )
 from flashwarp.storage import File
 from flashwarp.testing import Faulty
-from support.daily import part_of_today
+from support.samples import sample
 
 PACKAGE = str(Path(fw.__file__).parent)
 
@@ -567,7 +567,7 @@ CALLS: dict[str, Callable[[fw.Array], Any]] = {
 # An interrupt in a finalizer is printed, as everywhere in Python.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("name", part_of_today(list(CALLS), 3))
+@pytest.mark.parametrize("name", sample(list(CALLS), 3))
 def test_interrupted_call_leaves_an_array_usable_or_closed(
     name: str, path: Path, device: CpuDevice
 ) -> None:

@@ -105,7 +105,7 @@ def test_several_steps_use_the_same_part_of_the_file(tmp_path, x):
 def test_host_memory_is_bounded(tmp_path, x):
     with offloading(tmp_path) as offloaded:
         loss = model()(x).square().mean()
-        ring = offloaded._store._ring
+        ring = offloaded._store._pinned
         assert ring.allocated_bytes <= 2 * MIB
         assert offloaded.stats().saved_bytes > 8 * MIB
         loss.backward()
@@ -268,7 +268,7 @@ def test_memory_and_file_are_free_afterwards(tmp_path, x):
         store._sweep()
         assert store._entries == {}
 
-    assert store._ring.free_buffers == 0
+    assert store._pinned.allocated_bytes == 0
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(store._fd)
     assert not [each for each in threading.enumerate() if "activations" in each.name]

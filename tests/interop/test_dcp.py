@@ -489,7 +489,7 @@ def test_memory_is_used_again_only_when_nobody_holds_a_part() -> None:
         held = staged["b"][5:6]
         del staged
         gc.collect()
-        with pytest.raises(DeviceTimeout, match="staging memory were not free"):
+        with pytest.raises(DeviceTimeout, match="no transfer buffer of 528384 bytes was free"):
             stager.stage(state)
         assert float(held) == 1
 

@@ -44,7 +44,7 @@ from flashwarp.interop.numba import (
     write_async,
 )
 from support import host_numba
-from support.daily import part_of_today
+from support.samples import sample
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
@@ -58,7 +58,7 @@ DTYPES = [
     "complex128",
 ]
 # Numba takes two seconds for one.
-TODAYS_DTYPES = part_of_today(DTYPES, 3)
+SAMPLED_DTYPES = sample(DTYPES, 3)
 
 
 NEWEST = fw.Policy(
@@ -136,7 +136,7 @@ def test_linked_code_keeps_no_call_of_the_functions_by_name() -> None:
     assert set(direct_calls(ptx)) == {"fw_load_4"}
 
 
-@pytest.mark.parametrize("dtype", TODAYS_DTYPES)
+@pytest.mark.parametrize("dtype", SAMPLED_DTYPES)
 def test_every_number_is_loaded_and_stored(dtype: str) -> None:
     loaded = link(gather, array(dtype), array_type(dtype), array("i4"))
     stored = link(scatter, array_type(dtype), array("u4"), array(dtype))
@@ -232,7 +232,7 @@ def values_of(dtype: str, count: int) -> np.ndarray[Any, Any]:
     return (real + 1j * random.random(count) if kind == "c" else real).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", TODAYS_DTYPES)
+@pytest.mark.parametrize("dtype", SAMPLED_DTYPES)
 def test_elements_arrive_as_they_are(dtype: str, tmp_path: Path, device: fw.CpuDevice) -> None:
     values = values_of(dtype, 5000)
     order = np.random.default_rng(4).permutation(len(values))

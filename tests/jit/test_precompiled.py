@@ -18,16 +18,16 @@ from flashwarp._jit import compiler, precompiled, spelling
 from flashwarp.errors import CompileError
 from flashwarp.policy import CLOCK, POLICIES, Policy
 from support.built_in import built_in_kernels
-from support.daily import part_of_today
+from support.samples import sample
 
 # The first test that needs the files compiles them.
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 
-# A policy takes a quarter of a minute: the default one, and another one each day.
+# A policy takes a quarter of a minute: the default one, and another one.
 OTHERS = [policy for policy in POLICIES.values() if policy != CLOCK]
-BUILT = [CLOCK, *part_of_today(OTHERS, len(OTHERS))]
+BUILT = [CLOCK, *sample(OTHERS, len(OTHERS))]
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ from flashwarp.errors import (
 )
 from flashwarp.loading import contents, moving
 from flashwarp.storage import safetensors
+from flashwarp.transfer import pool
+from flashwarp.transfer.buffer import Block
 
 torch = pytest.importorskip("torch")
 
@@ -551,16 +553,13 @@ def test_an_error_of_the_progress_function_ends_the_load(tmp_path):
 def test_staging_memory_is_bounded_and_given_back(tmp_path, monkeypatch):
     write(tmp_path / "x.safetensors", {"a": ("U8", [3 * MIB])})
     device = fw.CpuDevice()
-    sizes = []
-    register = device.register_host
-    monkeypatch.setattr(
-        device, "register_host", lambda *each: sizes.append(register(*each)) or sizes[-1]
-    )
+    blocks = []
+    monkeypatch.setattr(pool, "Block", lambda *each: blocks.append(Block(*each)) or blocks[-1])
 
     fw.load(tmp_path / "x.safetensors", device, o_direct=True, staging="256 KiB")
 
-    assert 0 < sum(memory.nbytes for memory in sizes) <= 256 * KIB
-    assert all(memory.closed for memory in sizes)
+    assert 0 < sum(block.nbytes for block in blocks) <= 256 * KIB
+    assert all(block.memory.closed for block in blocks)
 
 
 def test_chunks_cover_every_byte_once(tmp_path):

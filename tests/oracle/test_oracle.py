@@ -13,7 +13,7 @@ import pytest
 
 from oracle.model import Rows, Wrong
 from oracle.mutants import MUTANTS, NATIVE, Mutant
-from support.daily import part_of_today
+from support.samples import sample
 
 CALLS = int(os.environ.get("FLASHWARP_ORACLE_CALLS", "1000"))
 SEED = int(os.environ.get("FLASHWARP_ORACLE_SEED") or "1")
@@ -45,7 +45,7 @@ def test_programs(device: str) -> None:
     assert re.search(r"[1-9]\d* programs, [1-9]\d* calls, [1-9]\d* checks", ran.stdout), ran.stdout
 
 
-@pytest.mark.parametrize("mutant", part_of_today(MUTANTS, 4), ids=lambda each: each.name)
+@pytest.mark.parametrize("mutant", sample(MUTANTS, 4), ids=lambda each: each.name)
 def test_a_mend_that_is_missing_is_found(mutant: Mutant) -> None:
     if mutant.rooms == "torches":
         pytest.importorskip("torch")

@@ -19,8 +19,8 @@ from flashwarp.errors import CacheError, ClosedError, CompileError
 from flashwarp.nvme.software import SoftwareController
 from flashwarp.policy import POLICIES, Policy
 from flashwarp.trace import Trace
-from support.daily import part_of_today
 from support.policy_models import MODELS, SetAssociative
+from support.samples import sample
 
 LINE = 512
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="user policies need g++")
@@ -527,9 +527,9 @@ def test_refusals_of_a_closed_cache_are_not_known() -> None:
         _ = cache.refusals
 
 
-# Five seconds each: a third of them each day.
+# Five seconds each.
 @pytest.mark.parametrize(
-    "policy", part_of_today([*POLICIES.values(), Policy("newest", NEWEST)], 3), ids=str
+    "policy", sample([*POLICIES.values(), Policy("newest", NEWEST)], 4), ids=str
 )
 def test_policy_compiles_for_a_gpu(policy: Policy, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("FLASHWARP_CACHE_DIR", str(tmp_path))

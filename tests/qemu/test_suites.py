@@ -1,13 +1,12 @@
 """Suites in guests with drives; skipped, with the reason, where no guest can be made.
 
-Each run takes a part of one suite, another one on each day. All of them take five to seven minutes.
+They take five to seven minutes, which `make qemu-test` and `make test-all` spend.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,22 +14,13 @@ import pytest
 from qemu.compiled import compile_for_guests
 from qemu.image import GuestImage, Unavailable, guest_image
 from qemu.machine import Machine
-from support.daily import part_of_today
+from support.samples import EVERYTHING
 
 SUITES = Path(__file__).with_name("suites")
 
-# FLASHWARP_QEMU=all, as `make qemu-test` sets it, runs all suites.
-ALL = os.environ.get("FLASHWARP_QEMU") == "all"
-
-# In how many parts, of half a minute each, the suites of a machine are run: by the first of them.
-PARTS = {
-    "test_commands": 7,
-    "test_doctor": 2,
-    "test_shared": 4,
-    "test_vfio_drive": 5,
-    "test_vfio_rings": 1,
-    "test_vfio_service": 2,
-}
+pytestmark = pytest.mark.skipif(
+    not (EVERYTHING or os.environ.get("FLASHWARP_QEMU")), reason="`make qemu-test` runs guests"
+)
 
 # Modules of pytest and of the suites, read by a processor that is emulated, take their time.
 LIMIT_S = 240
@@ -61,26 +51,11 @@ def suites_of_machines() -> list[list[str]]:
     return found
 
 
-def runs() -> list[tuple[list[str], str]]:
-    """Suites to run in a guest, and which part of them: all, or what today takes."""
-    if ALL:
-        return [(names, "0/1") for names in suites_of_machines()]
-    parts = [
-        (names, f"{i}/{PARTS[names[0]]}")
-        for names in suites_of_machines()
-        for i in range(PARTS[names[0]])
-    ]
-    return part_of_today(parts, len(parts))
-
-
 @pytest.mark.timeout(LIMIT_S + 30)
-@pytest.mark.parametrize(
-    ("names", "part"), [pytest.param(*each, id=f"{'+'.join(each[0])}-{each[1]}") for each in runs()]
-)
-def test_suites(image: GuestImage, names: list[str], part: str) -> None:
+@pytest.mark.parametrize("names", suites_of_machines(), ids="+".join)
+def test_suites(image: GuestImage, names: list[str]) -> None:
     compile_for_guests()
     machine = machine_of(names[0])
-    machine = replace(machine, environment={**machine.environment, "FLASHWARP_QEMU_PART": part})
     command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += ["--durations=5", "--confcutdir", str(SUITES)]
 

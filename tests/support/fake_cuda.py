@@ -1,11 +1,13 @@
 """A CUDA driver without a GPU for tests: `fake_cuda.c`, in processes of their own.
 
-A check is a function that runs in a new process, which finds the fake where it looks for the
-driver. `build` makes the fake, `run` runs a check; the rest is for checks.
+A check is a function that runs in a process of its own, forked before any driver was loaded, which
+finds the fake where it looks for the driver. `build` makes the fake, `run` runs a check; the rest
+is for checks.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -14,6 +16,7 @@ import os
 import shutil
 import struct
 import subprocess
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -49,10 +52,18 @@ def report(device: Device, address: int) -> tuple[int, ...]:
 
 
 def build(folder: Path) -> dict[str, str]:
-    """Compile the fake; returns the environment of checks."""
+    """Give the environment of checks, which has the fake; `folder` is for what they compile."""
+    return {"FAKE_CUDA": str(_compiled()), "FLASHWARP_CACHE_DIR": str(folder / "cache")}
+
+
+@functools.cache
+def _compiled() -> Path:
+    """Compile the fake once for all checks of this process."""
     compile_c = shutil.which("cc") or shutil.which("gcc")
     if compile_c is None:
         pytest.skip("no C compiler")
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
     library = folder / "libcuda.so.1"
     source = Path(__file__).with_suffix(".c")
     options = [
@@ -65,7 +76,7 @@ def build(folder: Path) -> dict[str, str]:
         f"-Wl,-soname,{library.name}",
     ]
     subprocess.run([compile_c, *options, str(source), "-o", str(library)], check=True)
-    return {"FAKE_CUDA": str(library), "FLASHWARP_CACHE_DIR": str(folder / "cache")}
+    return library
 
 
 def checks(module: dict[str, Any]) -> Any:
@@ -76,11 +87,19 @@ def checks(module: dict[str, Any]) -> Any:
     )
 
 
+@functools.cache
+def _server() -> Any:
+    """A process that has imported what checks need, and forks itself for each of them."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["flashwarp", "pytest", "support.cuda_arrays"])
+    return server
+
+
 def run(check: Callable[[], None], environment: dict[str, str]) -> None:
     """Run a check in its own process, and fail with its traceback."""
-    spawn = multiprocessing.get_context("spawn")
-    receive, send = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_run_here, args=(check, environment, send))
+    server = _server()
+    receive, send = server.Pipe(duplex=False)
+    process = server.Process(target=_run_here, args=(check, {**os.environ, **environment}, send))
 
     process.start()
     send.close()
@@ -95,6 +114,7 @@ def run(check: Callable[[], None], environment: dict[str, str]) -> None:
 
 
 def _run_here(check: Callable[[], None], environment: dict[str, str], answer: Any) -> None:
+    os.environ.clear()
     os.environ.update(environment)
     # Whoever asks for libcuda.so.1 from here on gets this one.
     ctypes.CDLL(environment["FAKE_CUDA"], ctypes.RTLD_GLOBAL)
@@ -103,3 +123,5 @@ def _run_here(check: Callable[[], None], environment: dict[str, str], answer: An
         answer.send("")
     except BaseException:
         answer.send(traceback.format_exc())
+    # A process that was forked ends without this.
+    atexit._run_exitfuncs()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.driver")
 
+from flashwarp import _waiting
 from flashwarp.device import CudaDevice
 from flashwarp.errors import (
     ArgumentError,
@@ -24,7 +26,16 @@ from flashwarp.errors import (
     DeviceTimeout,
     ForkError,
 )
-from flashwarp.transfer import CopyEngine, Direction, StagingRing, cuda_lane
+from flashwarp.transfer import (
+    CopyEngine,
+    Direction,
+    Pool,
+    TransferClient,
+    buffer,
+    cuda_lane,
+    pool,
+    pool_of,
+)
 from support import fake_cuda
 from support.fake_cuda import ILLEGAL_ADDRESS, NOT_SUPPORTED, failing, fake
 from support.words import Word
@@ -45,10 +56,10 @@ def content(device: CudaDevice, memory: object, nbytes: int) -> bytes:
 
 def check_bytes_arrive_in_all_directions() -> None:
     device = CudaDevice(0)
-    ring = StagingRing(device, 4 * 4096, 4096)
+    ring = TransferClient(device, "tests", 4 * 4096, 4096)
     there, beside = device.allocate(4096), device.allocate(4096)
     with CopyEngine(device) as engine:
-        first, last = ring.acquire(10), ring.acquire(10)
+        first, last = ring.take(timeout_s=10), ring.take(timeout_s=10)
         first.as_numpy()[:] = np.arange(4096) % 251
         up = engine.copy(there, first)
         across = engine.copy(beside, there, after=up)
@@ -118,22 +129,87 @@ def check_an_idle_producer_costs_no_event() -> None:
 def check_a_buffer_in_flight_is_not_lent() -> None:
     device = CudaDevice(0)
     there = device.allocate(4096)
-    ring = StagingRing(device, 4096, 4096)
+    ring = TransferClient(device, "tests", 4096, 4096)
     word = Word(device)
     with CopyEngine(device) as engine:
-        buffer = ring.acquire(10)
+        buffer = ring.take(timeout_s=10)
         buffer.as_numpy()[:] = 5
         word.hold(engine, Direction.TO_DEVICE, 1)
         engine.copy(there, buffer)
         buffer.release()
-        assert ring.try_acquire() is None
-        with pytest.raises(DeviceTimeout, match="1 are released and in copies"):
-            ring.acquire(0.02)
+        assert ring.try_take() is None
+        with pytest.raises(DeviceTimeout, match="4096 are released and in copies"):
+            ring.take(timeout_s=0.02)
 
         word.store(1)
-        ring.acquire(10).as_numpy()[:] = 0
+        ring.take(timeout_s=10).as_numpy()[:] = 0
         assert content(device, there, 4096) == bytes([5]) * 4096
     ring.close()
+
+
+def pooled(device: CudaDevice, blocks: int) -> Pool:
+    """Let a client take buffers at once and leave them, and look often whether they are in use."""
+    pool._FLOOR_BYTES, pool._IDLE_S, pool._LOOK_S = 2 * 4096, 0.05, 0.002
+    with TransferClient(device, "tests", blocks * 4096, 4096, reserved=True) as client:
+        held = [client.take() for _ in range(blocks)]
+        for each in held:
+            each.release()
+    return pool_of(device)
+
+
+def check_what_is_above_the_floor_is_given_back_when_idle() -> None:
+    found = pooled(CudaDevice(0), 9)
+
+    assert _waiting.until(lambda: len(found.shared.free) == 2, 20) is None
+    assert found.pinned_bytes == {"transfer buffers": 2 * 4096}
+    assert fake().fake_count(b"cuMemHostUnregister") == 7
+    assert _waiting.until(lambda: found._keeper is None, 20) is None
+
+
+def check_nothing_is_given_back_while_the_gpu_works() -> None:
+    device = CudaDevice(0)
+    fake().fake_hold(device.own_stream())
+    found = pooled(device, 9)
+    # One was taken out, and waits.
+    assert _waiting.until(lambda: len(found.shared.free) == 8, 20) is None
+    time.sleep(0.1)
+    assert fake().fake_count(b"cuMemHostUnregister") == 0
+
+    fake().fake_hold(0)
+
+    assert _waiting.until(lambda: len(found.shared.free) == 2, 20) is None
+
+
+def check_a_block_is_given_back_piece_by_piece() -> None:
+    buffer.PIECE_BYTES = 4096
+    device = CudaDevice(0)
+    block = buffer.Block(device, 3 * 4096)
+    given: list[int] = []
+
+    block.close(lambda: given.append(fake().fake_count(b"cuMemHostUnregister")))
+
+    assert given == [0, 1, 2]
+    assert fake().fake_count(b"cuMemHostUnregister") == 3
+
+
+def check_a_copy_is_cut_where_pieces_meet() -> None:
+    buffer.PIECE_BYTES = cuda_lane.PIECE_BYTES = 1 << 16
+    fake().fake_without_batches()
+    device = CudaDevice(0)
+    there = device.allocate(3 << 16)
+    content = np.random.default_rng(0).integers(0, 256, 3 << 16, np.uint8)
+    with (
+        TransferClient(device, "tests", 3 << 16, 3 << 16) as client,
+        CopyEngine(device) as engine,
+    ):
+        held = client.take()
+        held.as_numpy()[:] = content
+        up = engine.copy(there, held.address + 100, 2 << 16, after=())
+        engine.copy(held.address + 9, there, 2 << 16, after=up).wait(10)
+
+        assert fake().fake_count(b"cuMemcpyAsync") == 2 * 3
+        assert (held.as_numpy()[9 : 9 + (2 << 16)] == content[100 : 100 + (2 << 16)]).all()
+        assert held.address % (1 << 16) == 0
 
 
 def check_a_batch_is_one_call() -> None:
@@ -215,12 +291,12 @@ def check_a_stream_in_a_capture_is_refused() -> None:
 def check_a_refused_copy_raises_at_once_and_frees_its_event() -> None:
     device = CudaDevice(0)
     there, here = device.allocate(64), device.allocate_host(64)
-    ring = StagingRing(device, 64, 64)
+    ring = TransferClient(device, "tests", 64, 64)
     with CopyEngine(device) as engine:
         engine.copy(there, here, after=()).wait(10)
         events = fake().fake_count(b"cuEventCreate")
         for _ in range(50):
-            buffer = ring.acquire(10)
+            buffer = ring.take(timeout_s=10)
             with failing("cuMemcpyAsync", 1), pytest.raises(DeviceError, match="cuMemcpyAsync"):
                 engine.copy(there, buffer, after=())
             buffer.release()

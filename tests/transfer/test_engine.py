@@ -22,7 +22,7 @@ from flashwarp.errors import (
     DeviceTimeout,
     ForkError,
 )
-from flashwarp.transfer import CopyEngine, Direction, StagingRing
+from flashwarp.transfer import CopyEngine, Direction, TransferClient
 from support.words import Word
 
 TO_DEVICE, TO_HOST, WITHIN = Direction.TO_DEVICE, Direction.TO_HOST, Direction.WITHIN
@@ -67,8 +67,8 @@ def test_addresses_memory_buffers_and_bytes_are_taken(
     source = some(16)
     memory = device.allocate(128)
     out = bytearray(128)
-    with StagingRing(device, 4096, 128) as ring:
-        buffer = ring.acquire(10)
+    with TransferClient(device, "tests", 4096, 128) as ring:
+        buffer = ring.take(timeout_s=10)
         first = engine.copy(memory, source, 128, after=())
         second = engine.copy(buffer, memory, after=first)
         third = engine.copy(out, buffer.address, 128, after=[second])
@@ -153,16 +153,16 @@ def test_a_released_buffer_is_not_lent_while_it_is_copied(
     device: CpuDevice, engine: CopyEngine, word: Word
 ) -> None:
     target = np.zeros(512, np.uint8)
-    with StagingRing(device, 512, 512) as ring:
-        buffer = ring.acquire(10)
+    with TransferClient(device, "tests", 512, 512) as ring:
+        buffer = ring.take(timeout_s=10)
         buffer.as_numpy()[:] = 9
         word.hold(engine, TO_DEVICE, 1)
         ticket = engine.copy(target, buffer, direction=TO_DEVICE)
         buffer.release()
 
-        assert ring.try_acquire() is None
+        assert ring.try_take() is None
         word.store(1)
-        ring.acquire(10).as_numpy()[:] = 1
+        ring.take(timeout_s=10).as_numpy()[:] = 1
 
         assert ticket.done()
         assert (target == 9).all()
@@ -306,9 +306,9 @@ ENDS = """
 import sys
 import numpy as np
 from flashwarp.device import CpuDevice
-from flashwarp.transfer import CopyEngine, StagingRing
+from flashwarp.transfer import CopyEngine, TransferClient
 device = CpuDevice(1)
-engine, ring = CopyEngine(device), StagingRing(device, "8 MiB", "1 MiB")
+engine, ring = CopyEngine(device), TransferClient(device, "tests", "8 MiB", "1 MiB")
 source, target = np.ones(16 << 20, np.uint8), np.zeros(16 << 20, np.uint8)
 for _ in range(20):
     ticket = engine.copy(target, source)

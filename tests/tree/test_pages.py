@@ -45,3 +45,38 @@ def test_messages_are_quoted_as_they_are() -> None:
 
     assert len(quoted) > 15
     assert [text for text in quoted if text not in ours] == []
+
+
+# Maps: tables whose last column names files and folders.
+
+PACKAGE = ROOT / "src" / "flashwarp"
+BASES = [ROOT, PACKAGE, PACKAGE / "include" / "flashwarp"]
+MAPS = [
+    ("README.md", "## Where things are"),
+    ("CONTRIBUTING.md", "## What to touch"),
+    ("docs/architecture.md", "## The rooms"),
+]
+
+
+def rows_of(page: str, heading: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    section = re.split(r"^## ", text.partition(heading)[2], flags=re.MULTILINE)[0]
+    return [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
+
+
+MAPPED = [(page, cell) for page, heading in MAPS for cell in rows_of(page, heading)]
+
+
+@pytest.mark.parametrize(("page", "cell"), MAPPED)
+def test_places_of_a_map_exist(page: str, cell: str) -> None:
+    found = re.findall(r"`([\w./]+)`", cell)
+    names = [name for name in found if re.search(r"[/.]", name) and "NAME" not in name]
+    # A file may be named without its folder behind a name that has it.
+    folders = [base / f"{name}x".rpartition("/")[0] for name in names for base in BASES]
+
+    missing = [
+        name for name in names if not any((base / name).exists() for base in [*BASES, *folders])
+    ]
+
+    assert "`" in cell
+    assert missing == []

@@ -10,7 +10,7 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -122,19 +122,44 @@ all_files = [
     *test_files,
     *other_files,
 ]
+markdown_files = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def each(paths: list[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", paths, ids=name_of)
+def each(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Make one test of a rule, which names all files that break it."""
+
+    def test_of(rule: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            broken = []
+            for path in paths:
+                try:
+                    rule(path)
+                except AssertionError as error:
+                    broken.append(f"{name_of(path)}: {error}")
+            assert not broken, "\n".join(broken)
+
+        return test
+
+    return test_of
 
 
 @functools.cache
 def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
+
+
+def test_all_files_that_break_a_rule_are_named() -> None:
+    @each([ROOT / "Makefile", ROOT / "README.md", ROOT / "pyproject.toml"])
+    def rule(path: Path) -> None:
+        assert path.suffix == ".md"
+
+    with pytest.raises(AssertionError, match=r"(?s)Makefile.*pyproject\.toml") as broken:
+        rule()
+    assert "README" not in str(broken.value)
 
 
 # Python.
@@ -507,7 +532,7 @@ def test_file_opens_with_its_promise(path: Path) -> None:
         assert text.removeprefix("#pragma once").lstrip().startswith("//")
 
 
-@each(all_files)
+@each([*all_files, *markdown_files])
 def test_nothing_is_left_to_do(path: Path) -> None:
     found = [line for line in text_of(path).splitlines() if LEFTOVERS.search(line)]
 
@@ -522,7 +547,7 @@ def test_lines_are_short(path: Path) -> None:
     assert long == []
 
 
-@each(all_files)
+@each([*all_files, *markdown_files])
 def test_text_is_clean(path: Path) -> None:
     text = text_of(path)
 
@@ -533,8 +558,6 @@ def test_text_is_clean(path: Path) -> None:
 
 
 # Markdown.
-
-markdown_files = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 
 
 def prose_of(path: Path) -> list[tuple[int, str]]:
@@ -555,12 +578,6 @@ def anchors_of(path: Path) -> set[str]:
     return {
         re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings
     }
-
-
-@each(markdown_files)
-def test_markdown_is_clean(path: Path) -> None:
-    test_text_is_clean(path)
-    test_nothing_is_left_to_do(path)
 
 
 @each(markdown_files)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
@@ -37,7 +36,6 @@ from flashwarp.device import Device, resolve
 from flashwarp.errors import (
     ArgumentError,
     CheckpointError,
-    ExistingVersionError,
     MissingVersionError,
     ReadOnlyError,
 )
@@ -239,23 +237,14 @@ class Checkpointer(endings.Closing):
         saved = Saved(str(entry))
         try:
             with self._core.locked():
-                self._begin(entry, saved)
+                self._core.begin(entry, saved, self.path)
             self._stager.stage(entry, sources, overlap=overlap)
             with self._core.locked():
-                self._core.whole(partial(self._count, entry, began_ns, overlap))
+                self._core.whole(partial(self._core.saved, entry, began_ns, overlap))
         except BaseException:
             endings.uninterrupted(partial(self._give_up, entry))
             raise
         return saved
-
-    def _count(self, entry: Entry, began_ns: int, overlap: bool) -> None:
-        counts = self._core.counts
-        counts["checkpoints"] += 1
-        counts["checkpoint_bytes"] += entry.data_bytes
-        counts["checkpoint_ns"] += time.monotonic_ns() - began_ns
-        if not overlap:  # else the stager notes it
-            self._core.staging.discard(entry)
-            self._core.changed.notify_all()
 
     def _give_up(self, entry: Entry) -> None:
         """Take a version back that could not be saved, or whose call a signal has ended."""
@@ -273,27 +262,6 @@ class Checkpointer(endings.Closing):
             names = self._regions.names(only)
         # Not under the lock: callables may take long, and may call the checkpointer.
         return self._regions.collect(names)
-
-    def _begin(self, entry: Entry, saved: Saved) -> None:
-        core = self._core
-        core.check_usable()
-        if core.in_use(entry.key):
-            core.number_wanted = True
-            core.wake("look")
-        core.wait_for(
-            lambda: not core.in_use(entry.key),
-            lambda: f"{entry} was discarded, and its last copy has not ended",
-        )
-        if core.exists(entry.key):
-            raise ExistingVersionError(
-                errno.EEXIST, f"{entry} exists: discard it, or write another version", self.path
-            )
-        core.whole(partial(self._enter, entry, saved))
-
-    def _enter(self, entry: Entry, saved: Saved) -> None:
-        self._core.entries[entry.key] = entry
-        self._core.futures[entry] = saved
-        self._core.staging.add(entry)
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
         """Block until no checkpoint reads the protected arrays any more.
@@ -379,23 +347,13 @@ class Checkpointer(endings.Closing):
 
     def recover_size(self, version: int, region: str, name: str = "default") -> int:
         """Return the bytes of a region in a version."""
-        return self._region(version, region, name).nbytes
+        self._lookup.know(name)
+        return self._lookup.load(self._key(name, version)).region_named(region).nbytes
 
     def regions(self, version: int, name: str = "default") -> tuple[Region, ...]:
         """Return the regions of a version: name, dtype, shape and bytes of each."""
         self._lookup.know(name)
         return self._lookup.load(self._key(name, version)).regions
-
-    def _region(self, version: int, region: str, name: str) -> Region:
-        self._lookup.know(name)
-        entry = self._lookup.load(self._key(name, version))
-        found = entry.region(region)
-        if found is None:
-            raise ArgumentError(
-                f"{entry} has no region {region!r}; it has "
-                f"{', '.join(repr(each.name) for each in entry.regions)}"
-            )
-        return found
 
     # Reading.
 

@@ -7,6 +7,7 @@ failure of a version that it has waited for concerns it.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -27,7 +28,14 @@ from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog, RestoreInterval
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.tier import Entry, Key, Tier
-from flashwarp.errors import CheckpointError, ClosedError, ForkError, WaitTimeout
+from flashwarp.checkpoint.workers import Crew
+from flashwarp.errors import (
+    CheckpointError,
+    ClosedError,
+    ExistingVersionError,
+    ForkError,
+    WaitTimeout,
+)
 
 T = TypeVar("T")
 
@@ -59,11 +67,10 @@ class Core:
     def __init__(self, settings: Settings, mover: Mover) -> None:
         self.settings = settings
         self.mover = mover
-        lock = endings.Lock()
-        self.changed = endings.Condition(lock)
+        self.changed = endings.Condition(mover.crew.lock)
         # Each kind of background thread is woken for its own work: a wake-up of all of them takes
         # longer than most calls.
-        self._work = {role: endings.Condition(lock) for role in ROLES}
+        self._crews: dict[str, list[Crew]] = {role: [] for role in ROLES}
         self.tiers: list[Tier] = []
         self.hints = RestoreQueue(settings.hints_max, settings.passed_max)
         self.interval = RestoreInterval()
@@ -185,11 +192,17 @@ class Core:
         self.changed.notify_all()
         for role in roles or ROLES:
             if self.started or role != "prefetch" or not roles:
-                self._work[role].notify_all()
+                for crew in self._crews[role]:
+                    crew.wake()
 
-    def rest(self, role: str, seconds: float) -> None:
-        """Wait, holding the lock, until there may be work of a kind."""
-        self._work[role].wait(seconds)
+    def serve(self, role: str, crew: Crew) -> None:
+        """Let a crew be woken for work of a kind, and its errors break the checkpointer."""
+        crew.broken = self._break
+        self._crews[role].append(crew)
+
+    def _break(self, error: BaseException) -> None:
+        self.broken = self.broken or error
+        self.wake()
 
     # Versions.
 
@@ -209,6 +222,39 @@ class Core:
         """Return all versions of a name, ascending."""
         known = {version for found, version in self.entries if found == name}
         return sorted(known | self.listed.get(name, set()))
+
+    def begin(self, entry: Entry, saved: Saved, path: str) -> None:
+        """Enter a new version, once no copy of a discarded one of its number goes on.
+
+        Called under the lock; raises ExistingVersionError.
+        """
+        self.check_usable()
+        if self.in_use(entry.key):
+            self.number_wanted = True
+            self.wake("look")
+        self.wait_for(
+            lambda: not self.in_use(entry.key),
+            lambda: f"{entry} was discarded, and its last copy has not ended",
+        )
+        if self.exists(entry.key):
+            raise ExistingVersionError(
+                errno.EEXIST, f"{entry} exists: discard it, or write another version", path
+            )
+        self.whole(partial(self._enter, entry, saved))
+
+    def _enter(self, entry: Entry, saved: Saved) -> None:
+        self.entries[entry.key] = entry
+        self.futures[entry] = saved
+        self.staging.add(entry)
+
+    def saved(self, entry: Entry, began_ns: int, overlap: bool) -> None:
+        """Note that the call of a checkpoint has ended well."""
+        self.counts["checkpoints"] += 1
+        self.counts["checkpoint_bytes"] += entry.data_bytes
+        self.counts["checkpoint_ns"] += self.now_ns() - began_ns
+        if not overlap:  # else the stager notes it
+            self.staging.discard(entry)
+            self.changed.notify_all()
 
     def stored_now(self, entry: Entry) -> None:
         """Note that a version is durable in the directory."""

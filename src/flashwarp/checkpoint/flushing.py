@@ -23,7 +23,7 @@ from flashwarp.checkpoint.storing import Storing, forget_stored, wanted
 from flashwarp.checkpoint.tier import Entry, Key, Tier
 from flashwarp.errors import CheckpointError, FlashwarpError
 
-__all__ = ["FLUSH_THREADS", "Flusher", "Uploader"]
+__all__ = ["FLUSHES_MAX", "Flusher", "Uploader"]
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOOK_MAX = 512
 """Versions of a queue among which the next flush is chosen: a look takes 0.2 ms."""
 
-FLUSH_THREADS = 8
+FLUSHES_MAX = 8
 TOGETHER_BYTES = 64 << 20
 """Small versions are flushed together, up to so many bytes. A larger one begins when the last
 pieces of the one before are on their way, and is written while that one is committed. Most of the
@@ -42,7 +42,7 @@ flushes large ones: disks serve processes by what each has in flight."""
 
 
 class Flusher:
-    """The jobs of the threads that flush one tier.
+    """The flushes of one tier.
 
     Parameters
     ----------

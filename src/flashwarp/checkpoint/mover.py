@@ -1,8 +1,8 @@
 """Moves the bytes of versions: between the user's memory, cache tiers, and storage.
 
 Host memory is copied by the calling thread, GPU memory by the copy engine on its own streams.
-Memory that storage cannot read, or that the copy engine cannot reach, goes through a ring of pinned
-buffers with a fixed budget. Nothing here decides anything.
+Memory that storage cannot read, or that the copy engine cannot reach, goes through pinned buffers
+within a fixed budget. Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flashwarp import endings
 from flashwarp.checkpoint.capture import Bytes
+from flashwarp.checkpoint.pieces import STORAGE_THREADS, Pieces
 from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.tier import Entry, Tier
+from flashwarp.checkpoint.workers import Crew
 from flashwarp.device import Device
 from flashwarp.errors import ClosedError
 from flashwarp.transfer import LinkBandwidth
 
 if TYPE_CHECKING:
-    from flashwarp.transfer import CopyEngine, StagingBuffer, StagingRing, Ticket
+    from flashwarp.transfer import CopyEngine, Ticket, TransferBuffer, TransferClient
 
 __all__ = ["LINKS", "Mover", "Pending", "Reader", "Writer"]
 
@@ -38,16 +38,7 @@ _PIECE_BYTES = 16 << 20
 """Largest piece between two looks at whether a copy is still wanted."""
 
 _STORED_BYTES = 4 << 20
-_AT_A_TIME = 8
-"""Pieces from and to storage, and how many are read and how many written at a time: one at a time
-leaves the disk idle between two of them. Readers take larger pieces apart again."""
-
-_QUEUED_MAX = _AT_A_TIME + 2
-"""Of all versions, so that no thread waits for its next piece. What is queued is written before a
-flush can let reads go first."""
-
-_POOLED_BYTES_MIN = 1 << 20
-"""A smaller piece is moved before another thread has begun to."""
+"""Largest piece from and to storage. Readers take larger ones apart again."""
 
 _LINK_BYTES_MIN = 64 << 10
 """Smaller copies say more about the latency of a link than about its bandwidth."""
@@ -126,18 +117,19 @@ class Mover(endings.Closing):
         self.timeout_s = timeout_s
         self.links = {name: LinkBandwidth(name) for name in LINKS}
         self.engine: CopyEngine | None = None
-        self._staging: StagingRing | None = None
-        self._seams: list[tuple[int, int, int]] = []
-        self._writers = _Pieces("flashwarp-checkpoint-write")
-        self._readers = _Pieces("flashwarp-checkpoint-read")
+        self._staging: TransferClient | None = None
+        self.crew = Crew("storage", endings.Lock(), STORAGE_THREADS)
+        self._pieces = Pieces(self.crew)
         self._moved = endings.Lock()
         self._last_ns = dict.fromkeys(LINKS, 0)
         if device.kind == "cuda":
-            from flashwarp.transfer import CopyEngine, Direction, StagingRing
+            from flashwarp.transfer import CopyEngine, Direction, TransferClient
 
             self.engine = CopyEngine(device)
             buffer_bytes = min(_PIECE_BYTES, staging_bytes // 2)
-            self._staging = StagingRing(device, staging_bytes, buffer_bytes)
+            self._staging = TransferClient(
+                device, "checkpoints", staging_bytes, buffer_bytes, ahead=True
+            )
             self._directions = {
                 "within": Direction.WITHIN,
                 "down": Direction.TO_HOST,
@@ -244,7 +236,7 @@ class Mover(endings.Closing):
             with self._on_host(part, offset, size) as view:
                 writer.write(part.region, offset, view)
 
-        done = self._writers.move(self._jobs(parts, store), wanted, ending)
+        done = self._pieces.move(self._jobs(parts, store), wanted, ending)
         if done:
             self.moved("to storage", sum(part.region.nbytes for part in parts), began_ns)
         return done
@@ -327,7 +319,7 @@ class Mover(endings.Closing):
                 for ticket in self._copies(part.address + offset, buffer, size, part.after):
                     ticket.wait(self.timeout_s)
 
-        done = self._readers.move(self._jobs(parts, load), wanted, ending)
+        done = self._pieces.move(self._jobs(parts, load), wanted, ending)
         if done:
             self.moved("from storage", sum(part.region.nbytes for part in parts), began_ns)
         return done
@@ -364,37 +356,12 @@ class Mover(endings.Closing):
     def _host_copy(self, target: int, source: int, nbytes: int) -> None:
         ctypes.memmove(target, source, nbytes)
 
-    def note_seams(self, address: int, nbytes: int, piece_bytes: int) -> None:
-        """Note memory that is pinned in pieces: the driver copies across no border of two."""
-        self._seams.append((address, nbytes, piece_bytes))
-
-    def _without_seams(
-        self, target: object, source: object, nbytes: int
-    ) -> Iterator[tuple[int, int]]:
-        """Cut a copy where pinned pieces meet; staging buffers are whole."""
-        cuts = {0, nbytes}
-        for side in (target, source):
-            if not isinstance(side, int):
-                continue
-            for begin, size, piece in self._seams:
-                if begin <= side < begin + size:
-                    first = piece - (side - begin) % piece
-                    cuts.update(range(first, nbytes, piece))
-        marks = sorted(cuts)
-        for offset, end in pairwise(marks):
-            yield offset, end - offset
-
     def _copies(self, target: object, source: object, nbytes: int, after: object) -> list[Ticket]:
         if not nbytes:
             return []
         if self.engine is None:
             raise ClosedError("the copy engine was closed")
-        tickets = []
-        for offset, size in self._without_seams(target, source, nbytes):
-            to = target + offset if isinstance(target, int) else target
-            from_ = source + offset if isinstance(source, int) else source
-            tickets.append(self.engine.copy(to, from_, size, after=after))
-        return tickets
+        return [self.engine.copy(target, source, nbytes, after=after)]
 
     def _host_to_tier(self, target: int, source: int, nbytes: int, on_host: bool) -> None:
         for offset, size in pieces(nbytes, self._piece_bytes(on_host)):
@@ -421,73 +388,19 @@ class Mover(endings.Closing):
                 host_view(target + offset, size)[:] = view
 
         part = _Part(region, source, False, ())
-        self._readers.move(self._jobs([part], fetch), lambda: True)
+        self._pieces.move(self._jobs([part], fetch), lambda: True)
 
     def _piece_bytes(self, on_host: bool) -> int:
         return _PIECE_BYTES if on_host or self._staging is None else self._staging.buffer_bytes
 
     def close(self) -> None:
         """Wait for copies, and free the staging memory. May be called twice."""
-        self._writers.close()
-        self._readers.close()
+        self.crew.stop()
+        self.crew.join(self.timeout_s)
         if self._staging is not None:
             self._staging.close()
         if self.engine is not None:
             self.engine.close(self.timeout_s)
-
-
-class _Pieces:
-    """Threads that move pieces of versions. Any thread may call."""
-
-    def __init__(self, name: str) -> None:
-        self._pool = endings.Pool(_AT_A_TIME, name, _QUEUED_MAX)
-
-    def move(
-        self,
-        jobs: Iterable[tuple[int, Callable[[], None]]],
-        wanted: Callable[[], bool],
-        ending: Callable[[], None] = lambda: None,
-    ) -> bool:
-        """Move pieces, each with its size; return False if they are not wanted any more.
-
-        When it returns or raises, nobody touches their memory, also if a signal ended it.
-        """
-        stopped: list[bool] = []
-
-        def goes_on() -> bool:
-            return not stopped and wanted()
-
-        move = partial(self._move, jobs, goes_on, ending)
-        return endings.aside(move, partial(stopped.append, True))
-
-    def _move(
-        self,
-        jobs: Iterable[tuple[int, Callable[[], None]]],
-        wanted: Callable[[], bool],
-        ending: Callable[[], None],
-    ) -> bool:
-        pending: deque[endings.Future[None]] = deque()
-        try:
-            for size, job in jobs:
-                if not wanted():
-                    return False
-                if size < _POOLED_BYTES_MIN:
-                    job()
-                    continue
-                while pending and pending[0].done():
-                    pending.popleft().result()
-                pending.append(self._pool.submit(job))
-            ending()
-            while pending:
-                pending.popleft().result()
-        finally:
-            for each in pending:
-                each.exception()
-        return True
-
-    def close(self) -> None:
-        """Wait for the pieces under way. May be called twice."""
-        self._pool.close()
 
 
 def _described(parts: list[_Part], filled: list[tuple[str, int]]) -> str:
@@ -504,8 +417,8 @@ def _described(parts: list[_Part], filled: list[tuple[str, int]]) -> str:
 
 
 @contextlib.contextmanager
-def _lent(ring: StagingRing, timeout_s: float) -> Iterator[StagingBuffer]:
-    buffer = ring.acquire(timeout_s)
+def _lent(staging: TransferClient, timeout_s: float) -> Iterator[TransferBuffer]:
+    buffer = staging.take(timeout_s=timeout_s)
     try:
         yield buffer
     finally:

@@ -19,17 +19,16 @@ from flashwarp.checkpoint.storing import Storing
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.errors import FlashwarpError, MissingVersionError
 
-__all__ = ["PREFETCH_THREADS", "Prefetcher"]
+__all__ = ["Prefetcher"]
 
 _log = logging.getLogger(__name__)
 
-PREFETCH_THREADS = 2
-"""One reads the last pieces of a version while the other opens the next one: from a version to the
-next, the disk would be idle for as long as some pieces take."""
-
 
 class Prefetcher:
-    """The jobs of one thread that prefetches into a tier.
+    """Prefetches into a tier, one at a time.
+
+    From storage there are two: one reads the last pieces of a version while the other opens the
+    next one. Else the disk would be idle for as long as some pieces take.
 
     Parameters
     ----------
@@ -42,7 +41,7 @@ class Prefetcher:
     storing : Storing
         Reads from storage.
     reading : set of Entry
-        Versions whose last pieces are not on their way yet; shared by the threads of the tier.
+        Versions whose last pieces are not on their way yet; shared by the prefetches of the tier.
     """
 
     def __init__(

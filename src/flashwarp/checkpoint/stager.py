@@ -19,7 +19,7 @@ from flashwarp.checkpoint.life import Event
 from flashwarp.checkpoint.mover import Pending, Writer
 from flashwarp.checkpoint.storing import Storing
 from flashwarp.checkpoint.tier import Entry, Tier
-from flashwarp.checkpoint.workers import Worker
+from flashwarp.checkpoint.workers import Crew
 from flashwarp.errors import CheckpointError, ClosedError
 
 __all__ = ["Stager"]
@@ -44,7 +44,9 @@ class Stager:
         self._jobs: deque[Callable[[], None]] = deque()
         self._under_way = 0
         self._errors: list[BaseException] = []
-        self._worker = Worker(core, "staging", "stage", self._next_job)
+        self._crew = Crew("staging", core.mover.crew.lock)
+        core.serve("stage", self._crew)
+        self._crew.add(self._next_job)
 
     def stage(self, entry: Entry, sources: list[Bytes], *, overlap: bool) -> None:
         """Bring a version into a cache, or into storage; with `overlap`, return before."""
@@ -82,8 +84,8 @@ class Stager:
 
     def stop(self, timeout_s: float) -> list[BaseException]:
         """End the thread; return errors that nobody has seen."""
-        self._worker.stop()
-        self._worker.join(timeout_s)
+        self._crew.stop()
+        self._crew.join(timeout_s)
         return self._errors
 
     # In the thread.

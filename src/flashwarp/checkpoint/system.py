@@ -12,16 +12,16 @@ from flashwarp.checkpoint.buffer import ALIGNMENT
 from flashwarp.checkpoint.core import Core, hint_key
 from flashwarp.checkpoint.directory import Catalog, Directory
 from flashwarp.checkpoint.eviction import policy_of
-from flashwarp.checkpoint.flushing import FLUSH_THREADS, Flusher, Uploader, note_room, release
+from flashwarp.checkpoint.flushing import FLUSHES_MAX, Flusher, Uploader, note_room, release
 from flashwarp.checkpoint.memory import GrowingMemory
 from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog
-from flashwarp.checkpoint.prefetching import PREFETCH_THREADS, Prefetcher
+from flashwarp.checkpoint.prefetching import Prefetcher
 from flashwarp.checkpoint.ranks import Group, GroupCommits
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.storing import Removal, Storing
 from flashwarp.checkpoint.tier import Entry, Key, Tier
-from flashwarp.checkpoint.workers import Worker
+from flashwarp.checkpoint.workers import Crew
 from flashwarp.device import Device
 from flashwarp.device.memory import DeviceMemory
 from flashwarp.errors import (
@@ -73,7 +73,7 @@ class System:
         self._settings = settings
         # Released in reverse. Each may be called twice.
         self._closers: list[Callable[[], object]] = []
-        self._workers: list[Worker] = []
+        self._crews: list[Crew] = []
         self._listed_ns: dict[str, int] = {}
         # Names of which the remote store did not say what it has; `versions` and `test` ask again.
         self._remote_unknown: set[str] = set()
@@ -87,6 +87,9 @@ class System:
             self.mover = Mover(self.device, settings.staging_bytes, settings.timeout_s)
             self._closers.append(self.mover.close)
             self.core = Core(settings, self.mover)
+            for role in ("flush", "prefetch"):
+                self.core.serve(role, self.mover.crew)
+            self._crews.append(self.mover.crew)
             self.core.uploads = self.remote is not None
             self.commits = self._join(rank)
             self.storing = Storing(self.core, self.directory, self.commits, self.remote)
@@ -155,12 +158,9 @@ class System:
         if host_bytes:
             host = GrowingMemory(self.device, host_bytes)
             self._closers.append(host.close)
-            self.mover.note_seams(host.address, host_bytes, host.piece_bytes)
             tier = self._tier("host", host, host_bytes, True, 0)
             core.tiers.append(tier)
-            self._workers.append(
-                Worker(core, "growing", "look", partial(self._next_growth, [tier], host))
-            )
+            self._do("growing", "look", partial(self._next_growth, [tier], host))
 
     def _tier(
         self,
@@ -216,26 +216,35 @@ class System:
         below: Tier | None = None
         for tier in reversed(core.tiers):
             flusher = Flusher(core, tier, below, self.storing)
-            if below is not None:
-                below.above = tier
-            for number in range(FLUSH_THREADS if below is None else 1):
-                self._workers.append(
-                    Worker(core, f"flush-{tier.name}-{number}", "flush", flusher.next_job)
-                )
             reading: set[Entry] = set()
-            for number in range(PREFETCH_THREADS if below is None else 1):
-                prefetcher = Prefetcher(core, tier, below, self.storing, reading)
-                name = f"prefetch-{tier.name}-{number}"
-                self._workers.append(Worker(core, name, "prefetch", prefetcher.next_job))
+            prefetch = partial(Prefetcher, core, tier, below, self.storing, reading)
+            if below is None:
+                # Of two prefetches, one begins while the last pieces of the other are read.
+                for each in (prefetch(), prefetch()):
+                    core.mover.crew.add(each.next_job)
+                core.mover.crew.add(flusher.next_job, FLUSHES_MAX)
+            else:
+                below.above = tier
+                self._do(f"flush-{tier.name}", "flush", flusher.next_job)
+                self._do(f"prefetch-{tier.name}", "prefetch", prefetch().next_job)
             below = tier
         if self.commits is not None:
-            self._workers.append(Worker(core, "ranks", "ranks", self.commits.next_job))
-        self._workers.append(Worker(core, "catalog", "look", self._next_look))
-        self._workers.append(Worker(core, "removing", "look", self._next_removal))
+            self._do(self.commits.crew, "ranks", self.commits.next_job)
+        self._do("catalog", "look", self._next_look)
+        self._do("removing", "look", self._next_removal)
         self._closers.append(self._remove_rest)
         if self.remote is not None:
             uploader = Uploader(core, self.directory, self.remote)
-            self._workers.append(Worker(core, "upload", "flush", uploader.next_job))
+            self._do("upload", "flush", uploader.next_job)
+
+    def _do(
+        self, crew: Crew | str, role: str, next_job: Callable[[], Callable[[], None] | None]
+    ) -> None:
+        """Start a thread, by its name, or a crew, for one kind of jobs."""
+        found = Crew(crew, self.mover.crew.lock) if isinstance(crew, str) else crew
+        self._crews.append(found)
+        self.core.serve(role, found)
+        found.add(next_job)
 
     def _warn_of_leftovers(self) -> None:
         for name, version in self.core.leftovers:
@@ -487,14 +496,14 @@ class System:
     def close(self) -> list[BaseException]:
         """End the threads, and release everything; return what failed. May be called twice."""
         failures: list[BaseException] = []
-        for worker in self._workers:
-            worker.stop()
-        running = [each for each in self._workers if not each.join(self._settings.timeout_s)]
+        for crew in self._crews:
+            crew.stop()
+        running = [name for crew in self._crews for name in crew.join(self._settings.timeout_s)]
         if running:
-            names = ", ".join(each.thread.name for each in running)
+            names = ", ".join(running)
             # Memory that a thread may still copy to is not freed.
             return [TimeoutError(f"threads {names} have not ended: their memory is not freed")]
-        self._workers.clear()
+        self._crews.clear()
         if self.commits is not None:
             self.commits.close()
         while self._closers:

@@ -15,6 +15,7 @@ from flashwarp.checkpoint.life import Event, Fact, Life, State
 from flashwarp.checkpoint.prediction import Backlog
 from flashwarp.checkpoint.region import Region
 from flashwarp.device.memory import align_up
+from flashwarp.errors import ArgumentError
 
 __all__ = ["Entry", "Key", "Tier", "block_offsets"]
 
@@ -91,6 +92,16 @@ class Entry:
     def region(self, name: str) -> Region | None:
         """Return a region by its name."""
         return next((each for each in self.regions if each.name == name), None)
+
+    def region_named(self, name: str) -> Region:
+        """Return a region by its name; raises ArgumentError if there is none."""
+        found = self.region(name)
+        if found is None:
+            raise ArgumentError(
+                f"{self} has no region {name!r}; it has "
+                f"{', '.join(repr(each.name) for each in self.regions)}"
+            )
+        return found
 
     def __repr__(self) -> str:
         return f"version {self.key[1]} of {self.key[0]!r}"

@@ -1,7 +1,7 @@
-"""Background threads of a checkpointer: each does one kind of work until the checkpointer ends.
+"""Background threads of a checkpointer, each crew of which does some kinds of jobs until the end.
 
-A worker takes a job under the lock, does it without the lock, and notes its outcome under the lock.
-An error of a job belongs to its version. An error of the worker itself breaks the checkpointer, and
+A thread takes a job under the lock, does it without the lock, and notes its outcome under the lock.
+An error of a job belongs to its version. An error of a thread itself breaks the checkpointer, and
 every later call raises it: no error of a background thread is lost.
 """
 
@@ -10,79 +10,134 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from flashwarp import endings
 from flashwarp._waiting import STEP_MAX_S
-from flashwarp.checkpoint.core import Core
 
-__all__ = ["Worker"]
+__all__ = ["Crew"]
 
 _log = logging.getLogger(__name__)
 
+Job = Callable[[], None]
 
-class Worker:
-    """One thread, which does jobs as long as there are some.
+
+@dataclass(eq=False)
+class _Kind:
+    """One kind of jobs, and how many of it are done at a time."""
+
+    next_job: Callable[[], Job | None]
+    most: int
+    running: int = 0
+
+
+class Crew:
+    """A few threads with one list of kinds of jobs. Another one starts only while all have a job.
 
     Parameters
     ----------
-    core : Core
-        The checkpointer's state.
     name : str
-        Of the thread.
-    role : str
-        Which of `core.ROLES`.
-    next_job : callable
-        Returns a job or None; called under the lock.
+        Of the threads.
+    lock : endings.Lock
+        Of what the jobs are about.
+    most : int
+        How many threads, at most.
+
+    Attributes
+    ----------
+    broken : callable
+        Gets the error of a thread that ends by one; called under the lock.
     """
 
-    def __init__(
-        self,
-        core: Core,
-        name: str,
-        role: str,
-        next_job: Callable[[], Callable[[], None] | None],
-    ) -> None:
-        self._core = core
-        self._role = role
-        self._next_job = next_job
+    def __init__(self, name: str, lock: endings.Lock, most: int = 1) -> None:
+        self.lock = lock
+        self.broken: Callable[[BaseException], object] = lambda _: None
+        self._name = f"flashwarp-checkpoint-{name}"
+        self._most = most
+        self._work = endings.Condition(lock)
+        self._kinds: list[_Kind] = []
+        self._idle = 0
         self._stop = False
-        self.thread = threading.Thread(
-            target=self._run, name=f"flashwarp-checkpoint-{name}", daemon=True
-        )
-        endings.start(self.thread)
+        self._threads: list[threading.Thread] = []
+
+    def add(self, next_job: Callable[[], Job | None], most: int = 1) -> None:
+        """Add a kind of jobs, after those that go first.
+
+        `next_job` returns a job or None, under the lock. Most jobs come with a `wake`; some, such
+        as retries, with time.
+        """
+        with self.lock:
+            self._kinds.append(_Kind(next_job, most))
+            self.wake()
+
+    def wake(self) -> None:
+        """Let one thread look for a job; called under the lock. Who finds one wakes the next."""
+        if self._idle:
+            self._work.notify()
+        elif not self._threads and not self._stop:
+            self._start()
 
     def stop(self) -> None:
-        """End the thread after its present job; returns at once."""
-        with self._core.changed:
+        """End the threads after their present jobs; returns at once."""
+        with self.lock:
             self._stop = True
-            self._core.wake()
+            self._work.notify_all()
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the end of the thread; return whether it has ended."""
-        if self.thread is not threading.current_thread():
-            self.thread.join(timeout_s)
-        return not self.thread.is_alive()
+    def join(self, timeout_s: float) -> list[str]:
+        """Wait for the end of each thread; return the names of those that have not ended."""
+        for each in self._threads:
+            if each is not threading.current_thread():
+                each.join(timeout_s)
+        return [each.name for each in self._threads if each.is_alive()]
+
+    def _start(self) -> None:
+        number = f"-{len(self._threads)}" if self._most > 1 else ""
+        thread = threading.Thread(target=self._run, name=f"{self._name}{number}", daemon=True)
+        try:
+            endings.start(thread)
+        except RuntimeError:  # the process has no thread left, or the interpreter ends
+            if not self._threads:
+                raise
+        else:
+            self._threads.append(thread)
 
     def _run(self) -> None:
-        core = self._core
+        kind: _Kind | None = None
         try:
             while True:
-                with core.changed:
-                    job = self._wait_for_job()
-                if job is None:
+                with self.lock:
+                    if kind is not None:
+                        kind.running -= 1
+                    found = self._wait_for_job()
+                if found is None:
                     return
+                kind, job = found
+                del found
                 job()
+                del job  # it may hold memory
         except BaseException as error:
             _log.exception("a background thread of the checkpointer has failed")
-            with core.changed:
-                core.broken = core.broken or error
-                core.wake()
+            with self.lock:
+                self.broken(error)
 
-    def _wait_for_job(self) -> Callable[[], None] | None:
+    def _wait_for_job(self) -> tuple[_Kind, Job] | None:
         while not self._stop:
-            job = self._next_job()
-            if job is not None:
-                return job
-            # Most jobs come with a notification; some, such as retries, with time.
-            self._core.rest(self._role, STEP_MAX_S)
+            for kind in self._kinds:
+                job = kind.next_job() if kind.running < kind.most else None
+                if job is None:
+                    continue
+                kind.running += 1
+                if not self._idle and len(self._threads) < self._most:
+                    self._start()
+                self.wake()
+                return kind, job
+            self.rest(STEP_MAX_S)
         return None
+
+    def rest(self, seconds: float) -> None:
+        """Wait, holding the lock, until there may be a job."""
+        self._idle += 1
+        try:
+            self._work.wait(seconds)
+        finally:
+            self._idle -= 1

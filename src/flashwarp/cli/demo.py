@@ -124,6 +124,7 @@ def _demo(options: argparse.Namespace) -> None:
 def _run(files: Path, size: str, device: Device, steps: Steps) -> DemoResult:
     from flashwarp.demo import features, graph, table
     from flashwarp.demo.report import DemoResult
+    from flashwarp.probe.link import compile_pull
 
     start = time.perf_counter()
     # Before any file is made: a missing compiler is reported at once, and no figure contains it.
@@ -132,7 +133,7 @@ def _run(files: Path, size: str, device: Device, steps: Steps) -> DemoResult:
             device.built_in(name)
         graph.compile_search(device)
         table.compile_query(device)
-        pull = None if device.kind == "cpu" else features.compile_pull(device)
+        pull = None if device.kind == "cpu" else compile_pull(device)
     compiled = time.perf_counter()
     return DemoResult(
         device=device.describe(),

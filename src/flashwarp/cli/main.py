@@ -29,7 +29,7 @@ __all__ = ["COMMANDS", "main", "run"]
 COMMANDS = {
     "doctor": "Report what works on this machine, what does not, and why.",
     "demo": "Gather rows, search a graph and query a table, and check every answer.",
-    "bench": "Measure this machine, beside its ceilings and the alternatives.",
+    "bench": "Measure what this machine gives, and what flashwarp reaches on it.",
     "graph": "Make graphs on disk, and look at them.",
     "file": "Make, check and convert GVDK images; show where files lie on devices.",
     "ckpt": "List checkpoints, verify, show, prune and copy them.",

@@ -48,7 +48,6 @@ __all__ = [
     "FeatureSize",
     "FeaturesResult",
     "Rate",
-    "compile_pull",
     "draw_batches",
     "expected_rows",
     "from_page_cache",
@@ -72,20 +71,6 @@ _WRITE_BYTES = 8 << 20
 _CEILING_SECONDS = 0.5
 # A way whose call takes longer is not asked for more rows.
 _CALL_SECONDS_MAX = 1.0
-
-# What a GPU does best with host memory: a warp copies a row, all rows side by side.
-_PULL = """
-#include "flashwarp/array.cuh"
-
-FW_KERNEL pull_rows(uint64_t table, const int64_t* rows, uint64_t out, uint64_t count,
-                    uint32_t row_bytes) {
-  using namespace fw;
-  for (uint64_t i = warp::index(); i < count; i += warp::count()) {
-    warp::copy<warp::source::kStream>(warp::kFullMask, out + i * row_bytes,
-                                      table + uint64_t(rows[i]) * row_bytes, row_bytes);
-  }
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -305,11 +290,6 @@ def _find_torch() -> tuple[Any, str]:
     except ImportError:
         return None, "torch is not installed"
     return (torch, "") if torch.cuda.is_available() else (None, "torch finds no GPU")
-
-
-def compile_pull(device: Device) -> fw.Program:
-    """Compile what the UVA gather runs. Blocks."""
-    return fw.compile(_PULL, device)
 
 
 # The file is on the disk.

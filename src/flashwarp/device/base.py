@@ -31,7 +31,6 @@ from flashwarp.device.memory import (
     Owned,
     OwnedStream,
     Registration,
-    Spares,
     host_bytes,
 )
 from flashwarp.dtypes import check_dtype, check_shape
@@ -165,7 +164,8 @@ class Device(endings.Closing, ABC):
         self._closed = False
         self._built_in: dict[Policy, dict[str, LoadedKernel]] = {}
         self._programs: dict[str, LoadedProgram] = {}
-        self.spares = Spares()
+        # By process, for `transfer.pool_of`.
+        self.pools: dict[int, Any] = {}
         # Caches, which the device closes after its arrays.
         self.carries: weakref.WeakSet[endings.Closing] = weakref.WeakSet()
 
@@ -484,6 +484,10 @@ class Device(endings.Closing, ABC):
 
     def done(self, stream: object) -> bool:  # noqa: ARG002
         """Return whether a stream is done; raises what a kernel on it has failed with."""
+        return True
+
+    def idle(self) -> bool:
+        """Return whether no work is known to run: of the library's stream, and other libraries'."""
         return True
 
     def alive(self) -> bool:

@@ -37,6 +37,7 @@ from flashwarp.errors import (
     DeviceError,
     DeviceOutOfMemory,
     DeviceTimeout,
+    FlashwarpError,
 )
 
 if TYPE_CHECKING:
@@ -340,7 +341,9 @@ class CudaDevice(Device):
 
     def current_stream(self, library: str) -> Stream:
         module = sys.modules.get(library)
-        if library == "torch" and module is not None:
+        if module is None or getattr(module, "cuda", None) is None:  # or still being imported
+            return self._stream
+        if library == "torch":
             # Without an object of torch, which would take microseconds.
             raw = getattr(module._C, "_cuda_getCurrentRawStream", None)
             if raw is None:  # built without CUDA
@@ -348,7 +351,7 @@ class CudaDevice(Device):
             if module.cuda.is_initialized():
                 return Stream(raw(self.ordinal))
             return Stream(int(module.cuda.current_stream(self.ordinal).cuda_stream))
-        if library == "cupy" and module is not None:
+        if library == "cupy":
             with contextlib.suppress(TypeError):  # of older versions, which take no device
                 return Stream(int(module.cuda.get_current_stream(self.ordinal).ptr))
             with module.cuda.Device(self.ordinal):
@@ -371,6 +374,16 @@ class CudaDevice(Device):
 
     def done(self, stream: object) -> bool:
         return self.context.stream_done(self._handle(stream))
+
+    def idle(self) -> bool:
+        libraries = (self.current_stream(each).handle for each in ("torch", "cupy"))
+        try:
+            return all(
+                self.context.capture(each) is None and self.context.stream_done(each)
+                for each in {self._stream.handle, *libraries}
+            )
+        except FlashwarpError:  # nothing runs after a fault
+            return True
 
     def alive(self) -> bool:
         try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import _native, endings
+from flashwarp import _native
 from flashwarp.config import integer
 from flashwarp.device.foreign import ArrayView, Place
 from flashwarp.endings import Closing
@@ -22,9 +22,6 @@ from flashwarp.errors import ArgumentError, ClosedError, DeviceError, DeviceOutO
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
-
-# Pinned memory that a device keeps for its next user.
-_SPARE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -131,37 +128,6 @@ def host_only(device: Home, nbytes: int, alignment: int) -> DeviceMemory:
         raise DeviceOutOfMemory(f"allocating {nbytes} bytes of host memory: {error}") from error
     owners: list[object] = [memory]
     return DeviceMemory(device, memory.address, nbytes, owners.clear, on_host=True, owners=owners)
-
-
-class Spares:
-    """Pinned memory that its user gave back, for the next user of a device.
-
-    To pin memory often takes longer than to use it. At most 256 MiB are kept.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[int, list[DeviceMemory]] = {}
-        self._nbytes = 0
-        self._lock = endings.Lock()
-
-    def take(self, nbytes: int) -> DeviceMemory | None:
-        """Return memory of this size, with any content, if there is some."""
-        with self._lock:
-            found = self._kept.get(nbytes)
-            if not found:
-                return None
-            self._nbytes -= nbytes
-            return found.pop()
-
-    def give(self, memory: DeviceMemory) -> None:
-        """Keep memory that nothing uses any more, or close it."""
-        with self._lock:
-            keeps = not memory.closed and self._nbytes + memory.nbytes <= _SPARE_BYTES
-            if keeps:
-                self._nbytes += memory.nbytes
-                self._kept.setdefault(memory.nbytes, []).append(memory)
-        if not keeps:
-            memory.close()
 
 
 class Exported(NamedTuple):

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import _native, endings
+from flashwarp import endings
 from flashwarp.array import opening
 from flashwarp.array.array import Array
-from flashwarp.array.futures import Future
 from flashwarp.cache.cache import LINE_DEFAULT, Cache
 from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
 from flashwarp.device import Device, resolve
 from flashwarp.errors import (
     ArgumentError,
-    BoundsError,
     ClosedError,
     DataPathError,
-    DtypeError,
     FileFormatError,
-    FlashwarpError,
     ForkError,
     ReadOnlyError,
     SharedCacheError,
-    StorageError,
 )
+from flashwarp.file.ends import EndOf, Opened, drafted
 from flashwarp.file.gvdk import Gvdk, Recovered, Report, is_gvdk
-from flashwarp.file.gvdk.tables import Disk
-from flashwarp.file.kernel_file import LINES_AHEAD_MAX, FileStateStruct, KernelFile, read_size
+from flashwarp.file.gvdk.making import exported
+from flashwarp.file.kernel_file import LINES_AHEAD_MAX, KernelFile
+from flashwarp.file.transfers import FileBytes
 from flashwarp.nvme import Controller
 from flashwarp.storage import files, npy, source
 
@@ -46,7 +41,7 @@ _ZEROS_BYTES = 4 << 20
 _COPY_BYTES = 16 << 20
 
 
-class File(KernelFile):
+class File(FileBytes):
     r"""An open file, for kernels and for the host; made by `open` and `create`.
 
     Pass it to a kernel for a parameter of type `fw::file`. Kernels and the host go through one
@@ -88,8 +83,8 @@ class File(KernelFile):
     _ways: dict[str, Any]
     _key: bytes | None
     _prefetch: int
-    _opened: _Opened
-    _end_of: _EndOf | None
+    _opened: Opened
+    _end_of: EndOf | None
 
     def __init__(self, *_: object, **__: object) -> None:
         raise ArgumentError("files are made by flashwarp.File.open and flashwarp.File.create")
@@ -207,7 +202,7 @@ class File(KernelFile):
                 most = nbytes if capacity is None else parse_bytes(capacity, "capacity")
                 own["capacity"] = integer("capacity", most, nbytes, SIZE_MAX)
                 own["_reserve"] = flag("preallocate", preallocate)
-                draft = _drafted(path, nbytes, flag("overwrite", overwrite))
+                draft = drafted(path, nbytes, flag("overwrite", overwrite))
             with draft as made:
                 file = cls._open(path, "r+", **own, **options, _at=made.path)
                 try:
@@ -270,7 +265,7 @@ class File(KernelFile):
             else:
                 array = opening.open(name, mode, np.uint8, offset=0, **self._options, **self._ways)
                 self._attach(made, array, array.size)
-            self._opened = _Opened(self, made.pop_all())
+            self._opened = Opened(self, made.pop_all())
         return self
 
     def _attach_image(self, made: ExitStack, at: str) -> None:
@@ -293,7 +288,7 @@ class File(KernelFile):
         plan = opening.planned(self._path, "r+", **self._options, **{**self._ways, "lock": False})
         plan.make_way(at)
         # One that is kept has the lock already.
-        end = self._end_of = self._end_of or _EndOf(at, self._path, self._ways["lock"])
+        end = self._end_of = self._end_of or EndOf(at, self._path, self._ways["lock"])
         end.kept = False
         made.callback(end.let_go)
         size = end.size
@@ -332,126 +327,6 @@ class File(KernelFile):
     def recovered(self) -> Recovered | None:
         """What the last writer of an image had not synced; None for an ordinary file."""
         return self.image.recovered if self.image is not None else None
-
-    # Reading and writing.
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Return the bytes [offset, offset + nbytes), as far as the file has them. Blocks."""
-        begin, end = self._readable(offset, nbytes)
-        return self.array[begin:end].tobytes() if end > begin else b""
-
-    def read_into(self, tensor: Any, offset: int) -> int:
-        """Fill a tensor with the bytes from `offset` on; blocks.
-
-        Parameters
-        ----------
-        tensor : array of numpy, torch or CuPy
-            Contiguous, of any dtype and shape, on the host or on the file's device.
-        offset : int
-            Byte of the file, of any alignment.
-
-        Returns
-        -------
-        int
-            How many bytes: fewer than the tensor has if the file ends before.
-
-        Raises
-        ------
-        ArgumentError, DtypeError
-            If the tensor is not contiguous, or no tensor, or the offset is negative.
-        StorageError, ClosedError
-        """
-        future, nbytes = self._start_read(tensor, offset)
-        if future is not None:
-            future.result()
-        return nbytes
-
-    def read_into_async(self, tensor: Any, offset: int) -> Future[Any]:
-        """Start what `read_into` does; the future is of the bytes as an array of dtype uint8.
-
-        The file must have all bytes, or this raises BoundsError.
-        """
-        wanted = _bytes_of(tensor).shape[0]
-        future, nbytes = self._start_read(tensor, offset)
-        if nbytes != wanted or future is None:
-            raise BoundsError(
-                f"bytes [{offset}, {offset + wanted}) of a file of {self.size} bytes: take a "
-                "tensor of at least one byte that ends before the file does"
-            )
-        return future
-
-    def write_from(self, tensor: Any, offset: int) -> int:
-        """Store all bytes of a tensor from `offset` on; blocks. Durable after `sync`.
-
-        If they go past the end, the file then ends behind them, and what lies between is zeros.
-
-        Parameters
-        ----------
-        tensor : array of numpy, torch or CuPy, or bytes
-            Contiguous.
-        offset : int
-            Byte of the file, of any alignment.
-
-        Returns
-        -------
-        int
-            The bytes of the tensor.
-
-        Raises
-        ------
-        BoundsError
-            If they end behind the capacity; nothing is written.
-        ReadOnlyError, ArgumentError, DtypeError, StorageError, ClosedError
-        """
-        future, nbytes = self._start_write(tensor, offset)
-        if future is not None:
-            future.result()
-        return nbytes
-
-    def write_from_async(self, tensor: Any, offset: int) -> Future[None]:
-        """Start what `write_from` does. The end moves at once; the future is of None.
-
-        Raises ArgumentError for a tensor without bytes.
-        """
-        future, _ = self._start_write(tensor, offset)
-        if future is None:
-            raise ArgumentError("the tensor has no bytes, so there is nothing to wait for")
-        return future
-
-    def append(self, tensor: Any) -> int:
-        """Store all bytes of a tensor behind the end; return their offset. Blocks."""
-        begin = self.size
-        self.write_from(tensor, begin)
-        return begin
-
-    def _start_read(self, tensor: Any, offset: int) -> tuple[Future[Any] | None, int]:
-        room = _bytes_of(tensor)
-        begin, end = self._readable(offset, room.shape[0])
-        if begin == end:
-            return None, 0
-        return self.array.gather_async(slice(begin, end), room[: end - begin]), end - begin
-
-    def _start_write(self, tensor: Any, offset: int) -> tuple[Future[None] | None, int]:
-        self._check_writable()
-        data = _bytes_of(tensor)
-        begin = integer("offset", offset, 0, SIZE_MAX)
-        end = begin + data.shape[0]
-        if end > self.capacity:
-            raise BoundsError(
-                f"bytes [{begin}, {end}) of a file that has room for {self.capacity}: extend it, "
-                "or open it with a larger capacity="
-            )
-        if begin == end:
-            return None, 0
-        future = self.array.scatter_async(slice(begin, end), data)
-        if end > self.size:
-            self._set_size(end)
-        return future, end - begin
-
-    def _readable(self, offset: int, nbytes: int) -> tuple[int, int]:
-        begin = integer("offset", offset, 0, SIZE_MAX)
-        end = min(begin + integer("nbytes", nbytes, 0, SIZE_MAX), self.size)
-        return min(begin, end), end
 
     # The end of the file, and of everything.
 
@@ -501,7 +376,7 @@ class File(KernelFile):
                 self._attach_image(made, self._path)
             else:
                 self._attach_plain(made, self._path, most, reserve=False)
-            self._opened = _Opened(self, made.pop_all())
+            self._opened = Opened(self, made.pop_all())
 
     def sync(self) -> None:
         """Make all that was written durable, and of an image its size; blocks.
@@ -562,21 +437,7 @@ class File(KernelFile):
     def export(self, path: files.PathLike, *, overwrite: bool = False) -> None:
         """Write the bytes up to the end to an ordinary file; blocks until they are durable."""
         self._check_open()
-        target = files.check_new(files.check_name(path), flag("overwrite", overwrite))
-        with files.Draft(target, overwrite, lock=True) as draft:
-            size = self.size
-            try:
-                for begin in range(0, size, _COPY_BYTES):
-                    data = self.array[begin : min(size, begin + _COPY_BYTES)]
-                    if data.any():
-                        Disk(draft.descriptor).write(begin, data.tobytes())
-                os.ftruncate(draft.descriptor, size)
-                os.fsync(draft.descriptor)
-            except OSError as error:
-                if isinstance(error, FlashwarpError):
-                    raise
-                raise files.write_error(error, target) from error
-            draft.publish()
+        exported(path, self.size, self.read, overwrite)
 
     @staticmethod
     def import_(source: files.PathLike, path: files.PathLike, **options: Any) -> None:
@@ -652,149 +513,9 @@ class File(KernelFile):
                 "itself"
             )
 
-    def _set_size(self, size: int) -> None:
-        self.device.upload(self._state.address, bytes(FileStateStruct(size)))
-
     def __repr__(self) -> str:
         path, mode = self.__dict__.get("_path"), self.__dict__.get("_mode")
         return f"<{'closed ' if self.closed else ''}File {path} mode={mode!r}>"
-
-
-class _Opened:
-    """What a file holds until its end, which the registry of `endings` may be the one to see."""
-
-    def __init__(self, file: File, held: ExitStack) -> None:
-        self.device = file.device
-        self.closed = False
-        self._array, self._state, self._image = file.array, file._state, file.image
-        self._end_of = file._end_of
-        self._writable = file.writable
-        self._held = held
-        self._pid = os.getpid()
-        endings.remember(self)
-
-    @property
-    def in_child(self) -> bool:
-        return os.getpid() != self._pid
-
-    def close(self) -> BaseException | None:
-        if self.closed:
-            return None
-        self.closed = True
-        endings.forget(self)
-        if self.in_child:
-            return None
-        with self._held:
-            if self._writable and not self._array.closed:
-                try:
-                    self._array.synchronize()
-                finally:
-                    size = read_size(self.device, self._state)
-                    if self._end_of is not None:
-                        self._end_of.size = size
-                    if self._image is not None:
-                        self._image.note_size(size)
-        return None
-
-
-class _EndOf:
-    """The end and the lock of an ordinary file that is as long as its capacity while it is open.
-
-    It is measured and cut under the lock. What another program appends meanwhile is never cut.
-    """
-
-    def __init__(self, path: str, shown: str, lock: bool) -> None:
-        files.check(path, writable=True)
-        self._path = shown
-        self._held: _native.FileStorage | None = files.opened(
-            lambda: _native.FileStorage(path, writable=True, lock=lock, name=shown),
-            shown,
-            writable=True,
-        )
-        self.descriptor = self._held.fd
-        self.same_file = f"/proc/self/fd/{self.descriptor}"
-        """Names the file, whatever has its path now."""
-        self.size = self.capacity = os.fstat(self.descriptor).st_size
-        self.kept = False
-        """Whether it stays as it is when the file is closed."""
-
-    def reserve(self, capacity: int, space: bool) -> None:
-        """Give the file its length, and if asked for its space; or leave it as it was."""
-        try:
-            if capacity > self.size:
-                os.ftruncate(self.descriptor, capacity)
-            if space and capacity:
-                os.posix_fallocate(self.descriptor, 0, capacity)
-        except OSError as error:
-            os.ftruncate(self.descriptor, self.size)
-            raise files.write_error(error, self._path) from error
-        self.capacity = capacity
-
-    def cut(self) -> None:
-        """Let the file end there; raise StorageError if another program has moved its end."""
-        if self.kept or self.size == self.capacity:
-            return
-        now = os.fstat(self.descriptor).st_size
-        if now > self.capacity:
-            raise StorageError(
-                errno.EBUSY,
-                f"another program has appended to it, beyond the capacity of {self.capacity} "
-                f"bytes: it keeps its {now} bytes, and was not cut to its size of {self.size}",
-                self._path,
-            )
-        if now > self.size:
-            os.ftruncate(self.descriptor, self.size)
-            os.fsync(self.descriptor)
-
-    def let_go(self) -> None:
-        """Give the lock up."""
-        if not self.kept:
-            self._held = None
-
-    def give_up(self) -> None:
-        """End what was kept and could not be attached again."""
-        if self.kept:
-            self.kept = False
-            try:
-                self.cut()
-            finally:
-                self.let_go()
-
-
-@contextmanager
-def _drafted(path: files.PathLike, nbytes: int, overwrite: bool) -> Iterator[files.Draft]:
-    """Make a file of zeros beside its name; durable."""
-    target = files.check_new(files.check_name(path), overwrite)
-    with files.Draft(target, overwrite, lock=True) as draft:
-        try:
-            os.ftruncate(draft.descriptor, nbytes)
-            os.fsync(draft.descriptor)
-        except OSError as error:
-            raise files.write_error(error, target) from error
-        yield draft
-
-
-def _bytes_of(tensor: Any) -> Any:
-    """Return the bytes of a contiguous tensor as one axis of uint8, of the tensor's library."""
-    if isinstance(tensor, bytes | bytearray | memoryview):
-        tensor = np.frombuffer(tensor, np.uint8)
-    library = type(tensor).__module__.partition(".")[0]
-    if library == "torch":
-        import torch
-
-        if not tensor.is_contiguous():
-            raise ArgumentError("the tensor is not contiguous: give tensor.contiguous()")
-        return tensor.detach().reshape(-1).view(torch.uint8)
-    if library not in ("numpy", "cupy"):
-        raise DtypeError(
-            f"{type(tensor).__name__} is no tensor of numpy, torch or CuPy: convert it, as by "
-            "numpy.asarray"
-        )
-    if not tensor.flags.c_contiguous:
-        raise ArgumentError("the tensor is not contiguous: copy it first")
-    if tensor.dtype.hasobject:
-        raise DtypeError("a tensor of Python objects has no bytes that a file could hold")
-    return tensor.reshape(-1).view("u1")
 
 
 def _of_shared(

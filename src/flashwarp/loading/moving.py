@@ -1,7 +1,8 @@
 """Bytes from files to tensors: threads read chunks, and the copy engine takes them on.
 
-Each thread has two pinned buffers: it reads into one while the other is copied. So reading, copying
-and the disk overlap, and the host memory in use is that of the buffers. A `Gatherer` does the work
+There are two pinned buffers for each thread: it reads into one while the other is copied. So
+reading, copying and the disk overlap, and the host memory in use is that of the buffers. A thread
+that waits for a buffer has released its last one. A `Gatherer` does the work
 of the threads: it copies from the page cache by several cores, and has several direct reads in
 flight. The pages themselves are not registered for the copy engine: each end of a registration
 waits for all work on the GPU, and a load took twice as long. On the CPU device what is in the page
@@ -14,7 +15,6 @@ import contextlib
 import ctypes
 import enum
 import errno
-import logging
 import os
 import queue
 import threading
@@ -29,15 +29,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwarp import _native, _waiting, config, endings
-from flashwarp.device import Device, DeviceMemory, Registration
-from flashwarp.device.memory import host_only
-from flashwarp.errors import DeviceError, StorageError
+from flashwarp.device import Device
+from flashwarp.errors import StorageError
 from flashwarp.loading.contents import Content
 from flashwarp.loading.places import Place
 from flashwarp.loading.progress import Progress
 from flashwarp.storage import files
 from flashwarp.storage.file import Mapping as FileMapping
-from flashwarp.transfer import CopyEngine, Direction, Gatherer, Ticket
+from flashwarp.transfer import (
+    CopyEngine,
+    Direction,
+    Gatherer,
+    Ticket,
+    TransferBuffer,
+    TransferClient,
+)
 
 __all__ = ["STAGING_BYTES_MIN", "move"]
 
@@ -55,7 +61,6 @@ _COPY_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 _IN_FLIGHT = 4
 _PAGE_BYTES = 4096
-_HUGE_PAGE_BYTES = 2 << 20
 STAGING_BYTES_MIN = 2 * _PAGE_BYTES
 """Two buffers of a page."""
 # Gaps between tensors up to this size are read with them.
@@ -64,8 +69,6 @@ _GAP_BYTES = 64 << 10
 _RESIDENT = 0.5
 _PROGRESS_S = 0.05
 _COPY_PAUSE_S = 100e-6
-
-_log = logging.getLogger(__name__)
 
 
 class _Piece(NamedTuple):
@@ -309,42 +312,6 @@ def _add(pieces: list[_Piece], piece: _Piece) -> None:
     pieces.append(piece)
 
 
-class _Buffer:
-    """A pinned buffer of huge pages, and the copy that reads it.
-
-    A disk takes reads into them as fewer and larger requests. To allocate pinned memory by a driver
-    took 0.4 ms for each MiB, for one thread at a time.
-    """
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self._memory: DeviceMemory | None = host_only(device, nbytes, _HUGE_PAGE_BYTES)
-        self.bytes = _view(self._memory.address, nbytes)
-        # This thread makes the pages; a driver would make those of one thread at a time.
-        self.bytes[::_PAGE_BYTES] = 0
-        self._pinned: DeviceMemory | Registration
-        try:
-            self._pinned = device.register_host(self._memory.address, nbytes, False)
-        except DeviceError as error:
-            _log.info("%s allocates the buffers of a load: %s", device.name, error)
-            self._pinned = device.allocate_host(nbytes)
-            self._memory, self.bytes = None, _view(self._pinned.address, nbytes)
-        self.copy: Ticket | None = None
-
-    def wait(self, timeout_s: float) -> None:
-        """Block until nothing reads it. Sleeps at once: other threads need Python's lock."""
-        if self.copy is not None:
-            clock = _waiting.Waited()
-            while not self.copy.over() and clock.look() < timeout_s:
-                time.sleep(_COPY_PAUSE_S)
-            self.copy.wait(0)
-            self.copy = None
-
-    def close(self) -> None:
-        """Free it, after what still reads it."""
-        self._pinned.close()
-        self._memory = None
-
-
 class _Mover:
     """The threads of one load."""
 
@@ -368,6 +335,8 @@ class _Mover:
         self._limit_s = config.current().timeout_s
         self._stuck: list[threading.Thread] = []
         count = min(_THREADS_MAX, config.cores(), len(chunks), staging_bytes // (2 * chunk_bytes))
+        budget = max(count, 1) * 2 * chunk_bytes
+        self._buffers = TransferClient(device, "loads", budget, chunk_bytes)
         self._threads = [
             threading.Thread(target=self._thread, name=f"flashwarp-load-{i}", daemon=True)
             for i in range(count)
@@ -422,6 +391,7 @@ class _Mover:
         self._gatherer.close()
         if self._engine is not None:
             self._engine.close()
+        self._buffers.close()
 
     def leave(self, opened: contextlib.ExitStack) -> None:
         """If a thread is inside of a read that does not end, close the files after it."""
@@ -431,6 +401,7 @@ class _Mover:
             def close() -> None:
                 for each in self._stuck:
                     each.join()
+                self._end()
                 kept.close()
 
             endings.start(threading.Thread(target=close, name="flashwarp-load-close", daemon=True))
@@ -445,23 +416,23 @@ class _Mover:
     # In the threads.
 
     def _thread(self) -> None:
-        buffers: list[_Buffer] = []
+        copies: deque[Ticket] = deque()
         end: BaseException | None = None
         try:
-            self._work(buffers)
+            self._work(copies)
         except BaseException as error:
             end = error
-        for each in buffers:
+        while copies:
             try:
-                each.wait(self._limit_s)
+                copies.popleft().wait(self._limit_s)
             except BaseException as error:
                 end = end or error
-            each.close()
         self._ends.put(end)
 
-    def _work(self, buffers: list[_Buffer]) -> None:
-        turn = 0
+    def _work(self, copies: deque[Ticket]) -> None:
         while True:
+            while copies and copies[0].over():
+                copies.popleft().wait(0)
             try:
                 chunk = self._chunks.popleft()
             except IndexError:
@@ -473,29 +444,29 @@ class _Mover:
                     chunk.source.read(self._gatherer, target, piece.offset, piece.nbytes, way)
                     self._done.append(piece.nbytes)
                 continue
-            if len(buffers) < 2:
-                turn = len(buffers)
-                buffers.append(_Buffer(self._device, self._chunk_bytes))
-            buffer = buffers[turn]
-            turn = 1 - turn
-            buffer.wait(self._limit_s)
-            nbytes = chunk.end - chunk.begin
-            chunk.source.read(self._gatherer, buffer.bytes, chunk.begin, nbytes, way)
-            self._deliver(chunk, buffer)
+            buffer = self._buffers.take(timeout_s=self._limit_s)
+            try:
+                nbytes = chunk.end - chunk.begin
+                chunk.source.read(self._gatherer, buffer.as_numpy(), chunk.begin, nbytes, way)
+                copies += self._deliver(chunk, buffer)
+            finally:
+                buffer.release()
             self._done.append(sum(piece.nbytes for piece in chunk.pieces))
 
-    def _deliver(self, chunk: _Chunk, buffer: _Buffer) -> None:
+    def _deliver(self, chunk: _Chunk, buffer: TransferBuffer) -> list[Ticket]:
         targets = [piece.address for piece in chunk.pieces]
-        begin = int(buffer.bytes.ctypes.data) - chunk.begin
+        begin = buffer.address - chunk.begin
         sources = [begin + piece.offset for piece in chunk.pieces]
         sizes = [piece.nbytes for piece in chunk.pieces]
         if self._engine is None:
             for target, source, nbytes in zip(targets, sources, sizes, strict=True):
                 ctypes.memmove(target, source, nbytes)
-            return
-        buffer.copy = self._engine.copy_batch(
+            return []
+        copy = self._engine.copy_batch(
             targets, sources, sizes, after=self._streams, direction=Direction.TO_DEVICE
         )
+        buffer.joins(copy)
+        return [copy]
 
 
 def _view(address: int, nbytes: int) -> NDArray[np.uint8]:

@@ -28,6 +28,7 @@ from flashwarp.errors import (
 )
 from flashwarp.nvme.software import SoftwareController
 from flashwarp.storage import Storage, Striped
+from flashwarp.transfer import TransferBuffer, TransferClient
 
 __all__ = ["BatchEngine", "BatchPort", "Direction", "Ring", "worker_limits"]
 
@@ -228,11 +229,12 @@ class BatchEngine(endings.OfProcess):
         self.worker_limits = worker_limits(self.controllers, workers)
         self._lists = lists
         self._memory: list[DeviceMemory] = []
-        self._rings: list[DeviceMemory] = []
+        self._rings: list[tuple[TransferClient, TransferBuffer]] = []
         self._streams: list[Owned] = []
         self.ports: dict[Direction, BatchPort] = {}
         try:
             natives = [self._lay_out(each, slots, batch_rows, ring, copies) for each in directions]
+            rings = [each.owners for _, each in self._rings]
             try:
                 self._native = _native.BatchEngine(
                     storage.native,
@@ -246,7 +248,7 @@ class BatchEngine(endings.OfProcess):
                     threads,
                     _DEPTH,
                     *self._stream_side(copies),
-                    (storage, [each.owners for each in (*self._memory, *self._rings)], device),
+                    (storage, [*(each.owners for each in self._memory), *rings], device),
                 )
             except ValueError as error:
                 raise ArgumentError(str(error)) from error
@@ -297,9 +299,11 @@ class BatchEngine(endings.OfProcess):
             chunks = integer("chunks", ring.chunks, 2, 1 << 20)
             if chunk_bytes % 4096:
                 raise ArgumentError(f"chunk_bytes={chunk_bytes} is not a multiple of 4096")
-            self._rings.append(self._ring_of(chunk_bytes * chunks))
+            nbytes = chunk_bytes * chunks
+            client = TransferClient(self.device, "rings of batches", nbytes, nbytes, reserved=True)
+            self._rings.append((client, client.take()))
             port |= {
-                "ring": self._rings[-1].address,
+                "ring": self._rings[-1][1].address,
                 "chunk_bytes": chunk_bytes,
                 "chunks": chunks,
                 "filled": allocate(_LINE),
@@ -309,10 +313,6 @@ class BatchEngine(endings.OfProcess):
             step_bytes = whole or chunk_bytes
         self.ports[direction] = BatchPort(**port, step_bytes=step_bytes)
         return _native.BatchPort(is_write=direction == "write_back", **port, copies=copies)
-
-    def _ring_of(self, nbytes: int) -> DeviceMemory:
-        spare = self.device.spares.take(nbytes)
-        return self.device.allocate_host(nbytes) if spare is None else spare
 
     # Batches.
 
@@ -515,14 +515,16 @@ class BatchEngine(endings.OfProcess):
 
     def _free(self) -> None:
         # The engine's own stream may not have ended. Of others their callers have seen the end.
-        keeps = self.device.kind == "cuda" and not self._streams
+        ended = all(self.device.done(each) for each in self._streams[:1])
         for each in (*self._streams, *self._memory):
             each.close()
-        for ring in self._rings:
-            if keeps:
-                self.device.spares.give(ring)
-            else:
-                ring.close()
+        if not ended:
+            _log.warning("copies of a batch do not end: their ring remains pinned")
+            _abandoned.append(self._rings)
+            return
+        for client, ring in self._rings:
+            ring.release()
+            client.close()
         self._rings.clear()
 
     def _port(self, direction: Direction) -> BatchPort:

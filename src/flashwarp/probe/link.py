@@ -1,20 +1,35 @@
-"""How fast the copy engine moves bytes between host and GPU: the ceiling of plain copies."""
+"""What moves bytes between host and GPU without flashwarp: the copy engine, and a plain kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import flashwarp as fw
 from flashwarp.device import Device
 from flashwarp.probe.timing import wall_seconds
 
-__all__ = ["LINK_BYTES", "LinkRates", "measure_link"]
+__all__ = ["LINK_BYTES", "LinkRates", "compile_pull", "measure_link"]
 
 # The copy engine reaches its full rate from some 16 MiB on.
 LINK_BYTES = 128 << 20
 """Bytes of one copy, and of the pinned memory that it needs."""
 
 _ROUNDS = 4
+
+# What a GPU does best with host memory: a warp copies a row, all rows side by side.
+_PULL = """
+#include "flashwarp/array.cuh"
+
+FW_KERNEL pull_rows(uint64_t table, const int64_t* rows, uint64_t out, uint64_t count,
+                    uint32_t row_bytes) {
+  using namespace fw;
+  for (uint64_t i = warp::index(); i < count; i += warp::count()) {
+    warp::copy<warp::source::kStream>(warp::kFullMask, out + i * row_bytes,
+                                      table + uint64_t(rows[i]) * row_bytes, row_bytes);
+  }
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -40,3 +55,8 @@ def measure_link(device: Device) -> LinkRates:
 
 def _best_rate(copy: Callable[[], None]) -> float:
     return LINK_BYTES / min(wall_seconds(copy) for _ in range(_ROUNDS))
+
+
+def compile_pull(device: Device) -> fw.Program:
+    """Compile what the UVA gather runs. Blocks."""
+    return fw.compile(_PULL, device)

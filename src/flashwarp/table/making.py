@@ -120,14 +120,9 @@ def create_table(
         try:
             npy.write_empty(draft.descriptor, layout)
             if draw is not None or state:
-                block = max(1, _BLOCK_BYTES // (4 * width))
                 write = _Writer(draft.descriptor, layout.offset, rows, width, dim, draw)
                 write.state = slice(dim, rule.width(dim)), state
-                threads = min(_THREADS_MAX, os.cpu_count() or 1)
-                with endings.Pool(threads, "flashwarp-table") as pool:
-                    firsts = range(0, rows, block)
-                    for written in [pool.submit(write, first, block) for first in firsts]:
-                        written.result()
+                write.all()
                 os.fsync(draft.descriptor)
         except OSError as error:
             raise files.write_error(error, target) from error
@@ -168,6 +163,15 @@ class _Writer:
         self.descriptor, self.offset, self.rows = descriptor, offset, rows
         self.width, self.dim, self.draw = width, dim, draw
         self.state: tuple[slice, float] = (slice(0), 0.0)
+
+    def all(self) -> None:
+        """Write all rows."""
+        block = max(1, _BLOCK_BYTES // (4 * self.width))
+        threads = min(_THREADS_MAX, os.cpu_count() or 1)
+        with endings.Pool(threads, "flashwarp-table") as pool:
+            firsts = range(0, self.rows, block)
+            for written in [pool.submit(self, first, block) for first in firsts]:
+                written.result()
 
     def __call__(self, first: int, count: int) -> None:
         count = min(count, self.rows - first)

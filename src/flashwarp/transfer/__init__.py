@@ -1,15 +1,15 @@
 """Bulk movement between a device, host memory and files, beside the work of kernels.
 
-`StagingRing` and `StagingPool` lend pinned buffers, `CopyEngine` copies on streams of its own,
-`Gatherer` collects scattered pieces with host threads, and `LinkBandwidth` says how fast a link has
-been. Nothing here knows what is moved.
+`pool_of` has the one pool of pinned buffers of a device, of which each `TransferClient` may take
+its part. `CopyEngine` copies on streams of its own, `Gatherer` collects scattered pieces with host
+threads, and `LinkBandwidth` says how fast a link has been. Nothing here knows what is moved.
 """
 
 from flashwarp.transfer.bandwidth import LinkBandwidth
+from flashwarp.transfer.buffer import TransferBuffer
 from flashwarp.transfer.engine import CopyEngine
 from flashwarp.transfer.gatherer import Gatherer
-from flashwarp.transfer.pool import StagingPool
-from flashwarp.transfer.staging import StagingBuffer, StagingRing
+from flashwarp.transfer.pool import Pool, TransferClient, pool_of
 from flashwarp.transfer.ticket import Direction, Ticket
 
 __all__ = [
@@ -17,8 +17,9 @@ __all__ = [
     "Direction",
     "Gatherer",
     "LinkBandwidth",
-    "StagingBuffer",
-    "StagingPool",
-    "StagingRing",
+    "Pool",
     "Ticket",
+    "TransferBuffer",
+    "TransferClient",
+    "pool_of",
 ]

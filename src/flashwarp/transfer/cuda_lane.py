@@ -11,6 +11,7 @@ from flashwarp.device import TIMEOUT_S, CudaDevice
 from flashwarp.device.base import quietly
 from flashwarp.errors import ArgumentError, DeviceError, DeviceTimeout, FlashwarpError
 from flashwarp.transfer.bandwidth import LinkBandwidth
+from flashwarp.transfer.buffer import PIECE_BYTES
 from flashwarp.transfer.ticket import After, Direction, Piece, Ticket
 
 __all__ = ["CudaLane", "direction_of"]
@@ -65,8 +66,9 @@ class CudaLane:
         ticket.number = 0
         try:
             end = End(ticket.event, self._tickets, ticket)
+            whole = _without_seams(pieces, ticket.direction)
             self._context.copy_and_append(
-                after.streams, self._mark, pieces, ticket.begin, end, handle
+                after.streams, self._mark, whole, ticket.begin, end, handle
             )
         except FlashwarpError as error:
             if ticket in self._tickets:
@@ -167,10 +169,25 @@ def direction_of(device: CudaDevice, pieces: Sequence[Piece]) -> Direction:
         if kind is Memory.UNKNOWN:
             raise ArgumentError(
                 f"the host memory at {address:#x} is not pinned, so a copy would block: copy "
-                "through a StagingRing, or register it with Device.register_host"
+                "through the buffers of a TransferClient, or register it with Device.register_host"
             )
     if target is source is Memory.PINNED:
         raise ArgumentError("target and source are both in host memory: no copy engine is needed")
     if target is Memory.DEVICE:
         return Direction.TO_DEVICE if source is Memory.PINNED else Direction.WITHIN
     return Direction.TO_HOST
+
+
+def _without_seams(pieces: Sequence[Piece], direction: Direction) -> Sequence[Piece]:
+    """Cut copies where pinned pieces may meet on the host: the driver crosses no border."""
+    side = {Direction.TO_HOST: 0, Direction.TO_DEVICE: 1}.get(direction)
+    if side is None or all(p[side] % PIECE_BYTES + p[2] <= PIECE_BYTES for p in pieces):
+        return pieces
+    cut = []
+    for target, source, nbytes in pieces:
+        at, ahead = 0, (target, source)[side] % PIECE_BYTES
+        while at < nbytes:
+            size = min(nbytes - at, PIECE_BYTES - (ahead + at) % PIECE_BYTES)
+            cut.append((target + at, source + at, size))
+            at += size
+    return cut

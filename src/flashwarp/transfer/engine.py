@@ -9,10 +9,10 @@ from flashwarp.config import integer
 from flashwarp.device import TIMEOUT_S, CudaDevice, Device, stream_handle
 from flashwarp.errors import ArgumentError, DeviceTimeout, FlashwarpError
 from flashwarp.transfer.bandwidth import LinkBandwidth
+from flashwarp.transfer.buffer import TransferBuffer
 from flashwarp.transfer.cpu_lane import CpuLane
 from flashwarp.transfer.cuda_lane import CudaLane, direction_of
 from flashwarp.transfer.operand import Operand, describe
-from flashwarp.transfer.staging import StagingBuffer
 from flashwarp.transfer.ticket import After, Direction, Lane, Piece, Ticket
 
 __all__ = ["CopyEngine"]
@@ -29,8 +29,8 @@ class CopyEngine(endings.OfProcess):
 
     No multiprocessor is used. A copy begins after the present work of the streams that `after`
     names and returns at once; its `Ticket` says when it is over. Copies of one direction run in the
-    order of their calls. A GPU's host memory must be pinned, as that of a `StagingRing` is. On the
-    CPU device, host threads copy, under the same rules. Any thread may call.
+    order of their calls. A GPU's host memory must be pinned, as that of a `TransferClient` is. On
+    the CPU device, host threads copy, under the same rules. Any thread may call.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class CopyEngine(endings.OfProcess):
 
         Parameters
         ----------
-        dst, src : int, StagingBuffer, DeviceMemory or array
+        dst, src : int, TransferBuffer, DeviceMemory or array
             Target and source: an address, or what has one. They must not overlap.
         nbytes : int, optional
             How much. Default: all of the smaller side that knows its size; both must then have one
@@ -169,7 +169,7 @@ class CopyEngine(endings.OfProcess):
             ticket.end(None)
             return ticket
         for each in operands:
-            if isinstance(each.owner, StagingBuffer):
+            if isinstance(each.owner, TransferBuffer):
                 each.owner.joins(ticket)
         try:
             lane.submit(ticket, pieces, came_after)

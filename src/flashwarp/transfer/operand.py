@@ -11,7 +11,7 @@ from flashwarp.config import integer
 from flashwarp.device import Device, DeviceMemory
 from flashwarp.device.memory import host_bytes
 from flashwarp.errors import ArgumentError, BoundsError, ClosedError
-from flashwarp.transfer.staging import StagingBuffer
+from flashwarp.transfer.buffer import TransferBuffer
 
 __all__ = ["Operand", "describe"]
 
@@ -49,7 +49,7 @@ def describe(device: Device, thing: object, what: str, *, writable: bool) -> Ope
     """Describe one side of a copy; raises ArgumentError if nothing can be copied there."""
     if isinstance(thing, int | np.integer) and not isinstance(thing, bool):
         return Operand(integer(what, thing, 1, _ADDRESS_MAX), None, None)
-    if isinstance(thing, StagingBuffer):
+    if isinstance(thing, TransferBuffer):
         return Operand(thing.address, thing.nbytes, thing)
     if isinstance(thing, DeviceMemory):
         if thing.closed:

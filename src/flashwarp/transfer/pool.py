@@ -1,145 +1,548 @@
-"""`StagingPool`: pinned host memory in blocks of any size, within a budget of bytes."""
+"""One pool of pinned transfer buffers a device, and what each of its clients may take.
+
+A client has a guaranteed minimum, and a budget. It takes more than its minimum as long as the
+clients together leave the others theirs, so no client waits for ever for another one. A thread that
+holds a buffer never waits for one: it is refused. What a client needs for long is reserved: it has
+its budget for itself.
+
+A floor stays pinned between uses. The rest is given back once nobody has asked for a buffer for a
+while and the device is idle, piece by piece.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
 from collections import deque
 from functools import partial
+from typing import TypeVar
 
 from flashwarp import _waiting, endings
 from flashwarp.config import integer, parse_bytes
-from flashwarp.device import TIMEOUT_S, Device, DeviceMemory
-from flashwarp.errors import ArgumentError, DeviceTimeout
-from flashwarp.transfer.staging import InFlight, StagingBuffer
+from flashwarp.device import TIMEOUT_S, Device, DeviceMemory, Registration
+from flashwarp.errors import (
+    ArgumentError,
+    DeviceError,
+    DeviceTimeout,
+    FlashwarpError,
+)
+from flashwarp.transfer.buffer import Block, InFlight, TransferBuffer
 
-__all__ = ["StagingPool"]
+__all__ = ["Pool", "TransferClient", "pool_of"]
+
+_log = logging.getLogger(__name__)
+
+Pinned = TypeVar("Pinned", DeviceMemory, Registration)
 
 _MOST = 1 << 48
+_BUFFER_BYTES = 16 << 20
 # A block that is larger than this many times what is asked for is not lent for it.
 _WASTE = 2
 _SMALL_BYTES = 1 << 20
+# What is lent to all clients of a device at a time, unless one has a larger budget.
+_LENT_BYTES_MAX = 1 << 30
+# What stays pinned: what a load and a checkpoint pass through.
+_FLOOR_BYTES = 256 << 20
+# It is given back when nobody has asked for a buffer for so long; looked at from time to time.
+_IDLE_S = 10.0
+_LOOK_S = 0.1
+_PAUSE_S = 100e-6
+_PAUSE_MAX_S = 1e-3
 
 
-class StagingPool(endings.OfProcess):
-    """Lends pinned blocks as large as the caller needs, and keeps them for the next one.
+class _Room:
+    """Blocks that are free and what is lent: of all clients together, or of a reservation."""
 
-    Blocks are lent as `StagingBuffer`, under the rules of a `StagingRing`: one comes back when its
-    last holder has released or lost it, no array shows it, and no copy uses it. A first block of a
-    size must be pinned (0.3 s for each GiB); later ones are there.
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        # By address: adding twice adds once.
+        self.free: dict[int, Block] = {}
+        self.lent = 0
+        self.clients: list[TransferClient] = []
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(block.nbytes for block in self.free.values())
+
+    def allows(self, client: TransferClient, nbytes: int) -> bool:
+        """Whether a client may have so many bytes more, now."""
+        if client.lent_bytes + nbytes > client.budget_bytes:
+            return False
+        if client.lent_bytes + nbytes <= client.minimum_bytes:
+            return True
+        kept = (each.minimum_bytes - each.lent_bytes for each in self.clients if each is not client)
+        return self.lent + nbytes + sum(max(0, each) for each in kept) <= self.limit
+
+    def surplus(self, most: int) -> list[Block]:
+        """Remove free blocks until all that is pinned is at most so many bytes; return them."""
+        removed = []
+        while self.free and self.lent + self.free_bytes > most:
+            removed.append(self.free.popitem()[1])
+        return removed
+
+
+class Pool:
+    """The pinned memory of one device that transfers pass through; see `pool_of`.
+
+    Any thread may use it. On the CPU device the memory is ordinary, and nothing stays allocated.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.pid = os.getpid()
+        self.lock = endings.Lock()
+        self.shared = _Room(_LENT_BYTES_MAX)
+        self._reserved: dict[str, weakref.WeakSet[DeviceMemory | Registration]] = {}
+        self._reserving: list[TransferClient] = []
+        self._out: weakref.WeakSet[TransferBuffer] = weakref.WeakSet()
+        # Came back, and some copy may still use it. Appended to without the lock, because a buffer
+        # may be lost while this thread holds it.
+        self.returned: deque[tuple[TransferClient, Block, list[InFlight]]] = deque()
+        self._sorting = False
+        self._asked_s = time.monotonic()
+        self._ahead: deque[TransferClient] = deque()
+        self._pinning: TransferClient | None = None
+        self._keeper: threading.Thread | None = None
+
+    @property
+    def pinned_bytes(self) -> dict[str, int]:
+        """Bytes of host memory by use: buffers that are lent and free, and what is reserved."""
+        with self.lock:
+            self.sort_returned()
+            found = {"transfer buffers": self.shared.lent + self.shared.free_bytes}
+            for client in self._reserving:
+                found[client.name] = found.get(client.name, 0) + client.allocated_bytes
+            for use, memories in self._reserved.items():
+                kept = sum(each.nbytes for each in memories if not each.closed)
+                found[use] = found.get(use, 0) + kept
+        return {use: nbytes for use, nbytes in found.items() if nbytes}
+
+    def reserve(self, use: str, nbytes: int, alignment: int = 4096) -> DeviceMemory:
+        """Allocate pinned memory that a part of the library keeps, zero-filled.
+
+        Raises DeviceOutOfMemory. `pinned_bytes` shows it by its use until it is closed.
+        """
+        return self.count(use, self.device.allocate_host(nbytes, alignment))
+
+    def count(self, use: str, memory: Pinned) -> Pinned:
+        """Count memory that was pinned for a use, until it is closed; return it."""
+        with self.lock:
+            self._reserved.setdefault(use, weakref.WeakSet()).add(memory)
+        return memory
+
+    # Of clients.
+
+    def enter(self, client: TransferClient, *, ahead: bool) -> None:
+        """Add a client; with `ahead` pin its budget in the background."""
+        with self.lock:
+            client.room.clients.append(client)
+            if client.room is self.shared:
+                self.shared.limit = max(self.shared.limit, client.budget_bytes)
+            else:
+                self._reserving.append(client)
+            if ahead:
+                self._ahead.append(client)
+                self._start_keeper()
+
+    def leave(self, client: TransferClient) -> None:
+        """Remove a client; what it has reserved is free for others."""
+        with self.lock:
+            if client in self._ahead:
+                self._ahead.remove(client)
+        # The device may be closed next.
+        _waiting.until(lambda: self._pinning is not client, TIMEOUT_S)
+        with self.lock:
+            self.sort_returned()
+            client.room.clients.remove(client)
+            if client.reserved:
+                self._reserving.remove(client)
+                self.shared.free |= client.room.free
+                self.shared.lent += client.lent_bytes
+                client.room = self.shared
+            # Ordinary memory is cheaper to allocate than to keep.
+            keeps = self._floor or self.shared.clients
+            removed = [] if keeps else self.shared.surplus(self.shared.lent)
+            self._start_keeper()
+        for block in removed:
+            block.close()
+
+    def lend(self, client: TransferClient, nbytes: int, taker: int) -> TransferBuffer | None:
+        """Lend a buffer, pinning one if the client may have more; None if it may not."""
+        with self.lock:
+            self._asked_s = time.monotonic()
+            self.sort_returned()
+            client._check_usable()
+            block = self._find(client, nbytes)
+            if block is not None:
+                return self._lent(client, block, nbytes, taker)
+            if not client.may_pin(nbytes):
+                return None
+            self._take(client, nbytes)
+            removed = client.room.surplus(client.room.limit)
+        for each in removed:
+            each.close()
+        try:
+            block = Block(self.device, nbytes)
+        except FlashwarpError as error:
+            with self.lock:
+                self._take(client, -nbytes)
+                client.note_failure(error)
+            if not client.lent_bytes:
+                raise
+            return None
+        with self.lock:
+            self._take(client, -nbytes)
+            self._start_keeper()
+            return self._lent(client, block, nbytes, taker)
+
+    def _find(self, client: TransferClient, nbytes: int) -> Block | None:
+        room, most = client.room, max(nbytes * _WASTE, _SMALL_BYTES)
+        fits = [
+            each
+            for each in room.free.values()
+            if nbytes <= each.nbytes <= most and room.allows(client, each.nbytes)
+        ]
+        return min(fits, key=lambda each: each.nbytes, default=None)
+
+    def _lent(
+        self, client: TransferClient, block: Block, nbytes: int, taker: int
+    ) -> TransferBuffer:
+        buffer = TransferBuffer(client, block, nbytes, taker)
+        client.room.free.pop(block.address, None)
+        self._take(client, block.nbytes)
+        if not client.reserved:
+            self._out.add(buffer)
+        return buffer
+
+    @staticmethod
+    def _take(client: TransferClient, nbytes: int) -> None:
+        client.lent_bytes += nbytes
+        client.room.lent += nbytes
+
+    def sort_returned(self) -> None:
+        """Free what came back and no copy uses; look at each once. Under the lock."""
+        if self._sorting:  # a finalizer came in between
+            return
+        self._sorting = True
+        for _ in range(len(self.returned)):
+            client, block, copies = self.returned[0]
+            if not all(copy.over() for copy in copies):
+                self.returned.rotate(-1)
+                continue
+            self._take(client, -block.nbytes)
+            if not client._closed:
+                client.room.free[block.address] = block
+            elif self._floor:
+                self.shared.free[block.address] = block
+            else:
+                block.close()
+            self.returned.popleft()
+        self._sorting = False
+
+    def check_holds_none(self, client: TransferClient, thread: int) -> None:
+        """Refuse the wait of a thread that holds a buffer others may wait for."""
+        with self.lock:
+            held = [each for each in self._out if each.taker == thread and not each.released]
+        if held:
+            raise DeviceError(
+                f"a thread that holds {len(held)} transfer buffers would wait for another one, of "
+                f"{client.name}, and others may wait for those: release them first"
+            )
+
+    # In the background.
+
+    @property
+    def _floor(self) -> int:
+        return _FLOOR_BYTES if self.device.kind == "cuda" else 0
+
+    @property
+    def _has_much(self) -> bool:
+        """Whether more is pinned than stays, now or once it has come back."""
+        return 0 < self._floor < self.shared.lent + self.shared.free_bytes
+
+    def _start_keeper(self) -> None:
+        """Let a thread pin and give back, if there is something to do. Under the lock."""
+        if self._keeper is None and (self._ahead or self._has_much):
+            self._keeper = threading.Thread(
+                target=self._keep, name="flashwarp-pinning", daemon=True
+            )
+            endings.start(self._keeper)
+
+    def _keep(self) -> None:
+        while self._goes_on():
+            with self.lock:
+                self.sort_returned()
+                client = self._pinning = self._next_ahead()
+                if client is None and not self._has_much:
+                    self._keeper = None
+                    return
+            if client is not None:
+                self._pin_for(client)
+            elif not self._give_back():
+                time.sleep(_LOOK_S)
+
+    def _goes_on(self) -> bool:
+        return not endings.ended() and not self.device._closed
+
+    def _next_ahead(self) -> TransferClient | None:
+        """Return for whom a buffer is to be pinned, and count it as lent meanwhile."""
+        while self._ahead:
+            client = self._ahead[0]
+            nbytes, room = client.buffer_bytes, client.room
+            kept = sum(each.nbytes for each in room.free.values() if each.nbytes == nbytes)
+            fits = client.lent_bytes + kept + nbytes <= client.budget_bytes
+            if fits and not client.failure and room.lent + room.free_bytes + nbytes <= room.limit:
+                self._take(client, nbytes)
+                return client
+            self._ahead.popleft()
+        return None
+
+    def _pin_for(self, client: TransferClient) -> None:
+        block, failure = None, None
+        try:
+            block = Block(self.device, client.buffer_bytes)
+        except FlashwarpError as error:
+            failure = error
+        with self.lock:
+            self._take(client, -client.buffer_bytes)
+            if block is not None:
+                client.room.free[block.address] = block
+            elif failure is not None:
+                client.note_failure(failure)
+            self._pinning = None
+
+    def _give_back(self) -> bool:
+        """Give back a block, once nobody has asked for one for a while."""
+        with self.lock:
+            if time.monotonic() - self._asked_s < _IDLE_S or not self.shared.free:
+                return False
+            _, block = self.shared.free.popitem()
+        block.close(self._until_idle)
+        return True
+
+    def _until_idle(self) -> None:
+        """Wait until no work is known to run: the end of a registration waits for all of it.
+
+        And keeps other threads from copies meanwhile. A device that is never idle keeps its memory.
+        """
+        while self._goes_on() and not self.device.idle():
+            time.sleep(_LOOK_S)
+
+
+def pool_of(device: Device) -> Pool:
+    """Return the pool of a device in this process. A forked child's is its own, and empty."""
+    pools, pid = device.pools, os.getpid()
+    found: Pool | None = pools.get(pid)
+    return found or pools.setdefault(pid, Pool(device))
+
+
+class TransferClient(endings.OfProcess):
+    """What one part of a program may take of a device's pool of transfer buffers.
 
     Parameters
     ----------
     device : Device
-        Whose copies pass through it.
+        Whose copies pass through the buffers. On a GPU they are pinned; on the CPU ordinary.
+    name : str
+        Who takes them, for people.
     budget : int or str
-        The most bytes that are allocated at a time.
+        The most bytes that it ever has: 1 << 30, or "4 GiB".
+    buffer : int or str
+        Bytes of a buffer, if no other size is asked for. Default: 16 MiB, which a copy engine needs
+        0.3 ms for.
+    minimum : int, optional
+        Bytes that it can always have, whatever others hold. Default: two buffers.
+    reserved : bool
+        Whether it has the whole budget for itself. It may then hold buffers while it waits.
+    ahead : bool
+        Whether a thread pins the budget in the background, buffer by buffer. (Pinning takes 0.3 s
+        for each GiB, ten times as long as a copy.)
+
+    Raises
+    ------
+    ArgumentError
+        If the budget has no room for one buffer.
+
+    Examples
+    --------
+    >>> from flashwarp.device import CpuDevice
+    >>> from flashwarp.transfer import TransferClient
+    >>> with TransferClient(CpuDevice(), "an example", "1 MiB", "256 KiB") as client:
+    ...     buffer = client.take(timeout_s=10)
+    ...     buffer.as_numpy()[:4] = 7
+    ...     buffer.release()
+    ...     client.buffers
+    4
     """
 
-    _kind = "staging pool"
+    _when_closed = "the transfer buffers of {0.name} were closed"
+    _when_forked = "this pool belongs to process {0._pid}: a forked child must make its own"
 
-    def __init__(self, device: Device, budget: int | str) -> None:
+    def __init__(
+        self,
+        device: Device,
+        name: str,
+        budget: int | str,
+        buffer: int | str = _BUFFER_BYTES,
+        *,
+        minimum: int | None = None,
+        reserved: bool = False,
+        ahead: bool = False,
+    ) -> None:
         super().__init__()
         self.device = device
+        self.name = name
+        self.buffer_bytes = integer("buffer", parse_bytes(buffer, "buffer"), 1, _MOST)
         self.budget_bytes = integer("budget", parse_bytes(budget, "budget"), 1, _MOST)
-        self._lock = endings.Lock()
-        self._free: dict[int, DeviceMemory] = {}
-        self._allocated = 0
-        self._returned: deque[tuple[DeviceMemory, list[InFlight]]] = deque()
+        self.buffers = self.budget_bytes // self.buffer_bytes
+        if self.buffers == 0:
+            raise ArgumentError(
+                f"a budget of {self.budget_bytes} bytes has no room for one buffer of "
+                f"{self.buffer_bytes} bytes: raise the budget, or take smaller buffers"
+            )
+        self.minimum_bytes = 2 * self.buffer_bytes if minimum is None else minimum
+        self.minimum_bytes = min(self.minimum_bytes, self.budget_bytes)
+        self.reserved = reserved
+        self.failure: FlashwarpError | None = None
+        """Why no more was pinned before the budget was reached; None if nothing failed."""
+        self.lent_bytes = 0
+        self._line: deque[object] = deque()  # who waits for a buffer
+        self._pool = pool_of(device)
+        self.lock = self._pool.lock
+        self.room = _Room(self.budget_bytes) if reserved else self._pool.shared
+        endings.uninterrupted(partial(self._enter, ahead), lambda _: self.close())
+
+    def _enter(self, ahead: bool) -> None:
         endings.remember(self)
+        self._pool.enter(self, ahead=ahead)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes allocated now, lent and kept."""
-        return self._allocated
+        """Bytes that it has: lent, in copies, or kept for it."""
+        return self.lent_bytes + (self.room.free_bytes if self.reserved else 0)
 
-    def acquire(self, nbytes: int, timeout_s: float = TIMEOUT_S) -> StagingBuffer:
-        """Lend a block of at least `nbytes`, with any content; blocks until the budget has room.
+    def take(self, nbytes: int | None = None, timeout_s: float = TIMEOUT_S) -> TransferBuffer:
+        """Lend a buffer, with any content; blocks until one is free. Who asked first gets it first.
 
         Raises
         ------
         ArgumentError
             More than the whole budget.
         DeviceTimeout
-            The blocks that fill the budget did not come back in time.
-        DeviceOutOfMemory
-            The host has less memory than the budget.
+            None was free in time. The message says what the others are waiting for.
+        DeviceOutOfMemory, DeviceError
+            Not one buffer could be pinned; or this thread would wait while it holds a buffer.
+        ClosedError, ForkError
+            The client was closed, or belongs to the parent process.
         """
-        integer("nbytes", nbytes, 1, _MOST)
-        if nbytes > self.budget_bytes:
+        nbytes = self._size(nbytes)
+        place, waited = object(), None
+        try:
+            self._line.append(place)
+            while True:
+                buffer = self._try(nbytes) if self._line[0] is place else None
+                if buffer is not None:
+                    return buffer
+                if waited is None:
+                    if not self.reserved:
+                        self._pool.check_holds_none(self, threading.get_ident())
+                    waited = _waiting.Waited()
+                seconds = waited.look()
+                if seconds >= timeout_s:
+                    break
+                # Sleeps at once: other threads need Python's lock.
+                time.sleep(min(max(_PAUSE_S, seconds / 50), _PAUSE_MAX_S))
+        finally:
+            with contextlib.suppress(ValueError):
+                self._line.remove(place)
+        raise DeviceTimeout(
+            f"no transfer buffer of {nbytes} bytes was free for {seconds:.1f} s (limit "
+            f"{timeout_s:g} s): {self._account(nbytes)}"
+        )
+
+    def try_take(self, nbytes: int | None = None) -> TransferBuffer | None:
+        """Lend a buffer if one is free and nobody waits for it; waits for no other holder.
+
+        Raises as `take` does.
+        """
+        return None if self._line else self._try(self._size(nbytes))
+
+    def _size(self, nbytes: int | None) -> int:
+        size = self.buffer_bytes if nbytes is None else integer("nbytes", nbytes, 1, _MOST)
+        if size > self.budget_bytes:
             raise ArgumentError(
-                f"{nbytes} bytes are more than the budget of {self.budget_bytes} bytes of staging "
+                f"{size} bytes are more than the budget of {self.budget_bytes} bytes of staging "
                 "memory: raise it"
             )
-        found: list[StagingBuffer] = []
+        return size
 
-        def lent() -> bool:
-            self._check_usable()
-            each = endings.holding([self._lock], partial(self._lend, nbytes))
-            if each is not None:
-                found.append(each)
-            return each is not None
+    def _try(self, nbytes: int) -> TransferBuffer | None:
+        self._check_usable()
+        lend = partial(self._pool.lend, self, nbytes, threading.get_ident())
+        return endings.uninterrupted(lend, _release_if_any)
 
-        waited = _waiting.until(lent, timeout_s)
-        if waited is not None:
-            raise DeviceTimeout(
-                f"{nbytes} bytes of staging memory were not free for {waited:.1f} s (limit "
-                f"{timeout_s:g} s): {self._allocated} of {self.budget_bytes} bytes are allocated, "
-                f"and {sum(m.nbytes for m in self._free.values())} of these are free; what holds "
-                "the others, such as a write that is under way, must end first"
-            )
-        return found[0]
+    def may_pin(self, nbytes: int) -> bool:
+        """For the pool: whether it may pin a buffer more. What stopped it may do so again."""
+        return self.room.allows(self, nbytes) and (self.failure is None or not self.lent_bytes)
 
-    def _lend(self, nbytes: int) -> StagingBuffer | None:
-        self._sort_returned()
-        most = max(nbytes * _WASTE, _SMALL_BYTES)
-        fits = [each for each in self._free.values() if nbytes <= each.nbytes <= most]
-        if fits:
-            memory = min(fits, key=lambda each: each.nbytes)
-            buffer = StagingBuffer(self, memory)  # gives itself back if this is interrupted
-            del self._free[memory.address]
-            return buffer
-        while self._free and self._allocated + nbytes > self.budget_bytes:
-            _, unfit = self._free.popitem()
-            self._allocated -= unfit.nbytes
-            unfit.close()
-        if self._allocated + nbytes > self.budget_bytes:
-            return None
-        memory = self.device.allocate_host(nbytes)
-        self._allocated += nbytes
-        return StagingBuffer(self, memory)
+    def note_failure(self, error: FlashwarpError) -> None:
+        """For the pool: note why no more could be pinned."""
+        if self._closed:
+            return
+        self.failure = error
+        _log.warning(
+            "pinning stopped at %d of %d bytes, with which %s goes on: %s",
+            self.allocated_bytes,
+            self.budget_bytes,
+            self.name,
+            error,
+        )
 
-    def _take_back(self, memory: DeviceMemory, copies: list[InFlight]) -> None:
-        self._returned.append((memory, copies))
+    def take_back(self, block: Block, copies: list[InFlight]) -> None:
+        """For buffers: take a block back, which copies may still use."""
+        self._pool.returned.append((self, block, copies))
         if self._closed and not self._in_child:
-            endings.holding([self._lock], self._sort_returned)
+            endings.holding([self.lock], self._pool.sort_returned)
 
-    def _sort_returned(self) -> None:
-        for _ in range(len(self._returned)):
-            memory, copies = self._returned[0]
-            if not all(copy.over() for copy in copies):
-                self._returned.rotate(-1)
-                continue
-            if self._closed:
-                self._allocated -= memory.nbytes
-                memory.close()
-            else:
-                self._free[memory.address] = memory
-            self._returned.popleft()
+    def _account(self, nbytes: int) -> str:
+        """Say where the buffers are, for an error."""
+        with self.lock:
+            mine = [block.nbytes for client, block, _ in self._pool.returned if client is self]
+        copied = sum(mine)
+        parts = [f"of {self.budget_bytes} bytes {self.lent_bytes - copied} are held"]
+        if copied:
+            parts.append(f"{copied} are released and in copies that have not ended")
+        if self.lent_bytes + nbytes <= self.budget_bytes:
+            parts.append(f"others have {self.room.lent - self.lent_bytes} of {self.room.limit}")
+        if self.failure is not None:
+            parts.append(f"pinning more failed ({self.failure})")
+        return ", ".join(parts) + ": release buffers earlier, or raise the budget"
 
     def close(self) -> None:
-        """Free the blocks; one that is held is freed when it comes back. May be called twice."""
-        if not self._in_child:
+        """Give everything back; what is held or in a copy comes back later. May be called twice."""
+        if not self._closed and not self._in_child:
             endings.uninterrupted(self._release)
 
     def _release(self) -> None:
-        with self._lock:
-            self._closed = True
-            for memory in self._free.values():
-                self._allocated -= memory.nbytes
-                memory.close()
-            self._free.clear()
-            self._sort_returned()
-        endings.forget(self)
+        with self.lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self._pool.leave(self)
+            endings.forget(self)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self._allocated} of {self.budget_bytes} bytes"
-        return f"<StagingPool on {self.device.name}, {state}>"
+        if self._closed:
+            return f"<TransferClient {self.name}, closed>"
+        return (
+            f"<TransferClient {self.name}, {self.allocated_bytes} of {self.budget_bytes} bytes on "
+            f"{self.device.name}>"
+        )
+
+
+def _release_if_any(buffer: TransferBuffer | None) -> None:
+    if buffer is not None:
+        buffer.release()

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["VersionWriter", "create_data"]
 
-_INLINE_BYTES = 256 << 10
-"""Below, another thread takes longer to start than the checksum takes."""
+_INLINE_BYTES = 4 << 20
+"""Up to here, another thread gains less than it takes to wake it."""
 
 # What a file system without fallocate(2) answers.
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.ENOSYS)

@@ -20,6 +20,7 @@ from flashwarp.checkpoint.ranks.agreement import (
     rank_error,
 )
 from flashwarp.checkpoint.tier import Entry
+from flashwarp.checkpoint.workers import Crew
 from flashwarp.errors import DamagedVersionError, FlashwarpError, MissingVersionError
 
 __all__ = ["Agreement", "Attempt", "Ended", "GroupCommits"]
@@ -112,6 +113,7 @@ class GroupCommits:
         self._directory = directory
         self.group = group
         self._remote = remote
+        self.crew = Crew("ranks", core.mover.crew.lock)
         self._prepared: list[_Prepared] = []
         self._looked_ns = 0
 
@@ -163,7 +165,7 @@ class GroupCommits:
             if self._prepared:
                 waited_s = min(each.attempt.waited_s for each in self._prepared)
                 pause_s = min(max(_POLL_SHARE * waited_s, _POLL_S_MIN), _POLL_S_MAX)
-                self._core.rest("ranks", pause_s)
+                self.crew.rest(pause_s)
 
     def _step(self, each: _Prepared) -> bool:
         """Go on with a version; return whether it has ended."""

@@ -10,9 +10,7 @@ import contextlib
 import errno
 import logging
 import os
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -21,13 +19,14 @@ from flashwarp import _native, endings
 from flashwarp.config import flag, integer, parse_bytes
 from flashwarp.errors import (
     ArgumentError,
-    FlashwarpError,
     ForkError,
     ReadOnlyError,
     StorageError,
 )
+from flashwarp.file.gvdk.callbacks import number_of, weakly
 from flashwarp.file.gvdk.inspecting import (
     MARKS,
+    Recovered,
     Report,
     clear_torn_marks,
     inspect,
@@ -37,7 +36,6 @@ from flashwarp.file.gvdk.inspecting import (
 from flashwarp.file.gvdk.layout import (
     BITS,
     CAPACITY_MAX,
-    MAGIC,
     PAGE,
     DamagedImageError,
     ImageType,
@@ -49,6 +47,7 @@ from flashwarp.file.gvdk.making import (
     COPY_BYTES,
     checked_key,
     drafted,
+    exported,
     new_header,
     rounded,
     take_space,
@@ -57,29 +56,12 @@ from flashwarp.file.gvdk.tables import Disk, Table, Tables
 from flashwarp.storage import files
 from flashwarp.storage.base import Storage, typed_errors
 
-__all__ = ["Gvdk", "Recovered", "is_gvdk"]
+__all__ = ["Gvdk"]
 
 _log = logging.getLogger(__name__)
 
 # A sync waits so long for writes that are under way.
 _PAUSE_MS = 60_000
-
-
-@dataclass(frozen=True)
-class Recovered:
-    """What an image may have lost because nobody closed it."""
-
-    generation: int
-    """Of the last sync."""
-    ranges: tuple[tuple[int, int], ...]
-    """Bytes [begin, end) that were written since: they may be old, new, or a part of each. All
-    others, and the size, are those of the last sync."""
-
-
-def is_gvdk(path: files.PathLike) -> bool:
-    """Return whether a file begins as an image does."""
-    with files.open_for_reading(files.check_name(path)) as file:
-        return file.read(len(MAGIC)) == MAGIC
 
 
 class Gvdk(Storage):
@@ -215,8 +197,8 @@ class Gvdk(Storage):
             header.capacity,
             writable,
             self._file,
-            _weakly(self, Gvdk._mark),
-            _weakly(self, Gvdk._sync_for_array),
+            weakly(self, Gvdk._mark),
+            weakly(self, Gvdk._sync_for_array),
         )
 
     def _load(self, native: _native.ImageStorage) -> None:
@@ -344,21 +326,7 @@ class Gvdk(Storage):
 
     def export(self, path: files.PathLike, *, overwrite: bool = False) -> None:
         """Write the bytes up to `size` to an ordinary file. Blocks until it is durable."""
-        target = files.check_new(files.check_name(path), flag("overwrite", overwrite))
-        with files.Draft(target, overwrite, lock=True) as draft:
-            try:
-                disk = Disk(draft.descriptor)
-                for begin in range(0, self.size, COPY_BYTES):
-                    data = self.read(begin, min(COPY_BYTES, self.size - begin))
-                    if any(data):
-                        disk.write(begin, data)
-                os.ftruncate(draft.descriptor, self.size)
-                os.fsync(draft.descriptor)
-            except OSError as error:
-                if isinstance(error, FlashwarpError):
-                    raise
-                raise files.write_error(error, target) from error
-            draft.publish()
+        exported(path, self.size, self.read, overwrite)
 
     # Facts.
 
@@ -539,10 +507,10 @@ class Gvdk(Storage):
             )
 
     def _sync_for_array(self) -> int:
-        return _number_of(self._sync)
+        return number_of(self._sync)
 
     def _mark(self, first: int, end: int) -> int:
-        return _number_of(lambda: self._make_marks(first, end))
+        return number_of(lambda: self._make_marks(first, end))
 
     def _make_marks(self, first: int, end: int) -> None:
         self._check_unbroken()
@@ -621,27 +589,3 @@ class Gvdk(Storage):
                 native.detach()
             super()._let_go()
             del self._opened
-
-
-def _number_of(act: Callable[[], None]) -> int:
-    """Call a function for the controller's threads, and return why it failed."""
-    try:
-        act()
-    except OSError as error:
-        _log.error("%s", error)
-        return error.errno or errno.EIO
-    except Exception:
-        _log.exception("an image")
-        return errno.EIO
-    return 0
-
-
-def _weakly(image: Gvdk, method: Callable[..., int]) -> Callable[..., int]:
-    """Return a method of an image that does not keep it alive."""
-    reference = weakref.ref(image)
-
-    def call(*arguments: int) -> int:
-        alive = reference()
-        return errno.ECANCELED if alive is None else method(alive, *arguments)
-
-    return call

@@ -12,6 +12,7 @@ from flashwarp.errors import FileFormatError
 from flashwarp.file.gvdk.layout import (
     BITS,
     HEADERS,
+    MAGIC,
     PAGE,
     DamagedImageError,
     Header,
@@ -21,18 +22,38 @@ from flashwarp.file.gvdk.layout import (
     places,
 )
 from flashwarp.file.gvdk.tables import Disk, Tables
+from flashwarp.storage import files
 
 __all__ = [
     "MARKS",
+    "Recovered",
     "Report",
     "clear_torn_marks",
     "inspect",
+    "is_gvdk",
     "marked_ranges",
     "newest_header",
     "slots_of",
 ]
 
 MARKS = b"GVDM"
+
+
+def is_gvdk(path: files.PathLike) -> bool:
+    """Return whether a file begins as an image does."""
+    with files.open_for_reading(files.check_name(path)) as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What an image may have lost because nobody closed it."""
+
+    generation: int
+    """Of the last sync."""
+    ranges: tuple[tuple[int, int], ...]
+    """Bytes [begin, end) that were written since: they may be old, new, or a part of each. All
+    others, and the size, are those of the last sync."""
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from flashwarp import _native
 from flashwarp.config import flag, integer, parse_bytes
-from flashwarp.errors import ArgumentError
+from flashwarp.errors import ArgumentError, FlashwarpError
 from flashwarp.file.gvdk.layout import (
     BLOCK_MAX,
     BLOCK_MIN,
@@ -26,7 +26,15 @@ from flashwarp.file.gvdk.layout import (
 from flashwarp.file.gvdk.tables import Disk
 from flashwarp.storage import files
 
-__all__ = ["COPY_BYTES", "checked_key", "drafted", "new_header", "rounded", "take_space"]
+__all__ = [
+    "COPY_BYTES",
+    "checked_key",
+    "drafted",
+    "exported",
+    "new_header",
+    "rounded",
+    "take_space",
+]
 
 COPY_BYTES = 4 << 20
 _KEY_BYTES_MIN = 16
@@ -90,6 +98,27 @@ def drafted(
         except OSError as error:
             raise files.write_error(error, target) from error
         yield draft
+
+
+def exported(
+    path: files.PathLike, size: int, read: Callable[[int, int], bytes], overwrite: bool
+) -> None:
+    """Write the bytes that `read` returns to an ordinary file, durably; holes stay holes."""
+    target = files.check_new(files.check_name(path), flag("overwrite", overwrite))
+    with files.Draft(target, overwrite, lock=True) as draft:
+        try:
+            disk = Disk(draft.descriptor)
+            for begin in range(0, size, COPY_BYTES):
+                data = read(begin, min(COPY_BYTES, size - begin))
+                if any(data):
+                    disk.write(begin, data)
+            os.ftruncate(draft.descriptor, size)
+            os.fsync(draft.descriptor)
+        except OSError as error:
+            if isinstance(error, FlashwarpError):
+                raise
+            raise files.write_error(error, target) from error
+        draft.publish()
 
 
 def take_space(descriptor: int, nbytes: int) -> None:

@@ -31,7 +31,7 @@ from flashwarp.errors import (
     WaitTimeout,
 )
 from flashwarp.storage import files
-from flashwarp.transfer import CopyEngine, Direction, StagingBuffer, StagingRing, Ticket
+from flashwarp.transfer import CopyEngine, Direction, Ticket, TransferBuffer, TransferClient
 
 __all__ = ["ActivationStore", "Kept"]
 
@@ -61,7 +61,7 @@ class Kept:
 class _Saved:
     """What the store knows of a `Kept`. Changed under the lock of the store."""
 
-    def __init__(self, number: int, nbytes: int, buffers: list[StagingBuffer]) -> None:
+    def __init__(self, number: int, nbytes: int, buffers: list[TransferBuffer]) -> None:
         self.number = number
         self.nbytes = nbytes
         self.buffers = buffers
@@ -95,7 +95,9 @@ class ActivationStore:
         self._folder = folder
         try:
             self._engine = CopyEngine(device)
-            self._ring = StagingRing(device, host, self._buffer_bytes)
+            self._pinned = TransferClient(
+                device, "activations", host, self._buffer_bytes, reserved=True, ahead=True
+            )
         except BaseException:
             os.close(self._fd)
             raise
@@ -121,9 +123,9 @@ class ActivationStore:
         Blocks while all buffers are taken.
         """
         count = -(-flat.nbytes // self._buffer_bytes)
-        if count > self._ring.buffers:
+        if count > self._pinned.buffers:
             raise ArgumentError(
-                f"a tensor of {flat.nbytes} bytes exceeds the {self._ring.budget_bytes} bytes of "
+                f"a tensor of {flat.nbytes} bytes exceeds the {self._pinned.budget_bytes} bytes of "
                 "host memory for saved tensors: raise host="
             )
         with self._lock:
@@ -152,18 +154,16 @@ class ActivationStore:
             self._write_oldest()
         return kept
 
-    def _buffers(self, count: int) -> list[StagingBuffer]:
+    def _buffers(self, count: int) -> list[TransferBuffer]:
         """Take buffers, those of the oldest that are in the file if there is no other."""
-        found: list[StagingBuffer] = []
+        found: list[TransferBuffer] = []
 
         def taken() -> bool:
             self._sweep()
             while len(found) < count:
-                buffer = self._ring.try_acquire()
+                buffer = self._pinned.try_take()
                 if buffer is not None:
                     found.append(buffer)
-                elif self._grows():
-                    return False
                 elif not self._give_up_oldest():
                     if self._failure is not None:
                         raise self._refusal(self._failure)  # no write will free a buffer
@@ -183,12 +183,6 @@ class ActivationStore:
         number, why = failure.errno or errno.EIO, failure.strerror or ""
         return StorageError(number, why, self._folder, offset=failure.offset)
 
-    def _grows(self) -> bool:
-        """Whether more buffers are being pinned, which takes less time than the file does."""
-        ring = self._ring
-        whole = ring.buffers * self._buffer_bytes
-        return ring.failure is None and ring.allocated_bytes < whole
-
     def _give_up_oldest(self) -> bool:
         """Release the buffers of the oldest entry that the file has; start to write, if none."""
         for entry in self._entries.values():
@@ -201,7 +195,7 @@ class ActivationStore:
     def _write_oldest(self, everything: bool = False) -> None:
         """Start writes until at most half of the buffers are of entries that the file lacks."""
         pending = [e for e in self._entries.values() if e.buffers and not e.written]
-        most = 0 if everything else self._ring.buffers // 2
+        most = 0 if everything else self._pinned.buffers // 2
         left = sum(len(entry.buffers) for entry in pending)
         for entry in pending:
             if left <= most or self._failure is not None:
@@ -238,7 +232,7 @@ class ActivationStore:
                 if isinstance(failure, StorageError):
                     self._failure = self._failure or failure
 
-    def _move(self, call: Any, buffer: StagingBuffer, nbytes: int, offset: int) -> None:
+    def _move(self, call: Any, buffer: TransferBuffer, nbytes: int, offset: int) -> None:
         """Read or write whole pages of a buffer."""
         try:
             moved = call(self._fd, offset, buffer.as_numpy()[:nbytes])
@@ -283,9 +277,9 @@ class ActivationStore:
             entry = self._entry(kept)
             if entry.buffers:
                 return True
-            found: list[StagingBuffer] = []
+            found: list[TransferBuffer] = []
             for _ in range(-(-entry.nbytes // self._buffer_bytes)):
-                buffer = self._ring.try_acquire()
+                buffer = self._pinned.try_take()
                 if buffer is None:
                     for each in found:
                         each.release()
@@ -323,7 +317,7 @@ class ActivationStore:
         size = self._buffer_bytes
         return [min(size, nbytes - at) for at in range(0, nbytes, size)]
 
-    def _start_read(self, entry: _Saved, buffers: list[StagingBuffer]) -> None:
+    def _start_read(self, entry: _Saved, buffers: list[TransferBuffer]) -> None:
         entry.buffers = buffers
         entry.valid = False
         entry.saving = None
@@ -410,7 +404,7 @@ class ActivationStore:
                 self._release(entry)
             self._entries.clear()
         self._engine.close()
-        self._ring.close()
+        self._pinned.close()
         os.close(self._fd)
 
 

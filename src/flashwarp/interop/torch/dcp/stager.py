@@ -17,7 +17,7 @@ from flashwarp.device import TIMEOUT_S, Device, resolve
 from flashwarp.device.memory import align_up
 from flashwarp.errors import ArgumentError, ClosedError, DtypeError
 from flashwarp.interop.torch.dcp.versions import check_version
-from flashwarp.transfer import CopyEngine, Direction, StagingPool, Ticket
+from flashwarp.transfer import CopyEngine, Direction, Ticket, TransferClient
 
 __all__ = ["Stager"]
 
@@ -84,7 +84,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         self.timeout_s = number("timeout_s", timeout_s, 0, _TIMEOUT_S_MAX)
         self._lock = endings.Lock()
         self._engines: dict[str, CopyEngine] = {}
-        self._pool: StagingPool | None = None
+        self._blocks: TransferClient | None = None
         self._waiter: endings.Pool | None = None
         self._last: list[Ticket] = []
         self._closed = False
@@ -119,7 +119,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         by_device: dict[str, list[int]] = {}
         for i, source in enumerate(plan.sources):
             by_device.setdefault(_device_name(source), []).append(i)
-        block = self._pool_for(by_device).acquire(plan.nbytes, self.timeout_s)
+        block = self._blocks_for(by_device).take(plan.nbytes, self.timeout_s)
         plan.give(torch.from_numpy(block.as_numpy()))
         for name, members in by_device.items():
             targets = [block.address + plan.offsets[i] for i in members]
@@ -176,14 +176,15 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
             self._engines[name] = CopyEngine(resolve(name))
         return self._engines[name]
 
-    def _pool_for(self, names: Mapping[str, object]) -> StagingPool:
+    def _blocks_for(self, names: Mapping[str, object]) -> TransferClient:
         # Memory that one GPU has pinned serves all of them, and host memory too.
         device: Device = resolve(min(names, key=lambda name: name == "cpu"))
-        if self._pool is None or (self._pool.device.kind == "cpu" and device.kind == "cuda"):
-            if self._pool is not None:
-                self._pool.close()
-            self._pool = StagingPool(device, self.budget_bytes)
-        return self._pool
+        if self._blocks is None or (self._blocks.device.kind == "cpu" and device.kind == "cuda"):
+            if self._blocks is not None:
+                self._blocks.close()
+            budget = self.budget_bytes
+            self._blocks = TransferClient(device, "dcp", budget, budget, reserved=True)
+        return self._blocks
 
     def close(self) -> None:
         """Wait for copies in flight, and free the memory that nobody holds. May be called twice."""
@@ -193,11 +194,11 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         engines, self._engines = self._engines, {}
         for engine in engines.values():
             engine.close()
-        if self._pool is not None:
-            self._pool.close()
+        if self._blocks is not None:
+            self._blocks.close()
 
     def __repr__(self) -> str:
-        used = 0 if self._pool is None else self._pool.allocated_bytes
+        used = 0 if self._blocks is None else self._blocks.allocated_bytes
         return f"<Stager, {used} of {self.budget_bytes} bytes of staging memory allocated>"
 
 
