@@ -175,8 +175,7 @@ void bind_controller(nb::module_& m) {
           nb::arg("storage"), nb::arg("queue_pairs"), nb::arg("dma_regions") = Regions(),
           nb::arg("threads") = 1, nb::arg("page_bytes") = uint64_t(2) << 20,
           nb::arg("max_transfer_bytes") = uint64_t(2) << 20, nb::arg("spin_ns") = 100'000,
-          nb::arg("yields") = false, nb::arg("model") = nb::none(),
-          nb::arg("keeps") = nb::none(),
+          nb::arg("yields") = false, nb::arg("model") = nb::none(), nb::arg("keeps") = nb::none(),
           // What holds the rings and the memory that commands name: it outlives the threads.
           nb::keep_alive<1, 11>())
       .def("stats", &stats_of)

@@ -208,8 +208,8 @@ void SoftwareController::run(uint32_t thread) {
   }
 }
 
-// Advances the heartbeat, by which device code knows that the process runs. It has a thread of its own: a hanging storage blocks serving threads but not this
-// one; a stopped process stops it too.
+// Advances the heartbeat, by which device code knows that the process runs. It has a thread of its
+// own: a hanging storage blocks serving threads but not this one; a stopped process stops it too.
 void SoftwareController::beat() {
   std::atomic_ref<uint32_t> word(*heartbeat_);
   uint32_t beats = 0;
