@@ -69,10 +69,6 @@ def run(
     integer("steps", steps, 2, 1 << 20)
     wanted = listed("parts", parts, _PARTS)
     theirs = listed("ways", ways, _WAYS) if "others" in wanted else []
-    first, later = (
-        [each for each in theirs if each in group]
-        for group in (others.STATES[:1], others.STATES[1:])
-    )
     plans = shots.plans(
         listed("sizes", sizes, shots.SIZES),
         listed("orders", orders, shots.ORDERS),
@@ -101,34 +97,12 @@ def run(
     links = _links(where, disk, total // steps)
     report.settings["measured_bytes_per_s"] = vars(links)
     report.end_in(seconds)
-    saved_s = 0.0
-    if "decision" in wanted:
-        one.add_decision(report, runs)
-    if "saved" in wanted or first or later:  # other ways to save a state stand beside it
-        saved_s = one.add_saved(report, where, folder, state_bytes, runs)
-    if first:
-        others.add_state(report, where, folder, state_bytes, saved_s, first)
-    if "saved" in wanted and where.kind == "cuda":
-        one.add_overlapped(report, where, folder, state_bytes)
-    if "durable" in wanted:
-        disk = one.add_durable(report, where, folder, state_bytes, (1, 16), disk, min(runs, 3))
-        links = replace(links, writes=disk.writes, reads=disk.reads)
-        report.settings["measured_bytes_per_s"] = vars(links)
-    if "checksums" in wanted:
-        one.add_checksums(report, folder, min(state_bytes, 512 << 20), 3)
-    if "training" in wanted and where.kind == "cuda":
-        one.add_training(report, where, folder, state_bytes)
+    saved_s, links = _one_state(
+        report, where, folder, state_bytes, wanted, theirs, runs, disk, links
+    )
     if "gpus" in wanted:
-        several.add_gpus(
-            report,
-            where,
-            folder,
-            total,
-            steps,
-            [integer("gpus", int(each), 1, 64) for each in listed("gpus", gpus)],
-            plans,
-            links,
-        )
+        processes = [integer("gpus", int(each), 1, 64) for each in listed("gpus", gpus)]
+        several.add_gpus(report, where, folder, total, steps, processes, plans, links)
     if "shots" in wanted:
         if limited:
             links = _of_paper(links, total // steps)
@@ -139,19 +113,56 @@ def run(
     if theirs:
         lengths = shots.sizes_of("uniform", steps, total, 0)
         others.add_shot(report, where, folder, lengths, links, theirs)
+        later = _among(theirs, others.STATES[1:])
         others.add_state(report, where, folder, state_bytes, saved_s, later)
     if "nodes" in wanted:
-        links = many.links_of(figures) if figures else links
-        report.settings["node_bytes_per_s"] = vars(links)
-        if figures:
-            many.add_checks(report, figures)
-        slots = max(1, steps // 12), max(1, steps * 8 // 12)
         interval_s = float(intervals_ms.split(",")[0]) / 1e3
-        node = many.Node(links, total // steps, steps, slots, interval_s)
-        many.add_nodes(
-            report, node, [integer("nodes", int(each), 1) for each in listed("nodes", nodes)]
-        )
+        counts = [integer("nodes", int(each), 1) for each in listed("nodes", nodes)]
+        _nodes(report, links, figures, steps, total // steps, interval_s, counts)
     return report
+
+
+def _one_state(
+    report: Record, where: Device, folder: Path, nbytes: int, wanted: list[str],
+    theirs: list[str], runs: int, disk: Disk, links: Links,
+) -> tuple[float, Links]:  # fmt: skip
+    """Save one large state; return what saving takes, and the links with the disk's new rates."""
+    first, saved_s = _among(theirs, others.STATES[:1]), 0.0
+    if "decision" in wanted:
+        one.add_decision(report, runs)
+    # Other ways to save a state stand beside it.
+    if "saved" in wanted or _among(theirs, others.STATES):
+        saved_s = one.add_saved(report, where, folder, nbytes, runs)
+    if first:
+        others.add_state(report, where, folder, nbytes, saved_s, first)
+    if "saved" in wanted and where.kind == "cuda":
+        one.add_overlapped(report, where, folder, nbytes)
+    if "durable" in wanted:
+        disk = one.add_durable(report, where, folder, nbytes, (1, 16), disk, min(runs, 3))
+        links = replace(links, writes=disk.writes, reads=disk.reads)
+        report.settings["measured_bytes_per_s"] = vars(links)
+    if "checksums" in wanted:
+        one.add_checksums(report, folder, min(nbytes, 512 << 20), 3)
+    if "training" in wanted and where.kind == "cuda":
+        one.add_training(report, where, folder, nbytes)
+    return saved_s, links
+
+
+def _among(names: list[str], group: tuple[str, ...]) -> list[str]:
+    return [each for each in names if each in group]
+
+
+def _nodes(
+    report: Record, links: Links, figures: str, steps: int, snapshot: int, interval_s: float,
+    counts: list[int],
+) -> None:  # fmt: skip
+    """Simulate nodes that have these links, or those of a record."""
+    if figures:
+        links = many.links_of(figures)
+        many.add_checks(report, figures)
+    report.settings["node_bytes_per_s"] = vars(links)
+    slots = max(1, steps // 12), max(1, steps * 8 // 12)
+    many.add_nodes(report, many.Node(links, snapshot, steps, slots, interval_s), counts)
 
 
 def _links(device: Device, disk: Disk, nbytes: int) -> Links:

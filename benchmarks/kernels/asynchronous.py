@@ -88,6 +88,13 @@ def run(
         }
         array.synchronize()
         checked = int(wrong.copy_to_host()[0]) == 0
+    _tell(report, rates, checked, blocks * line_bytes)
+    return report
+
+
+def _tell(
+    report: Record, rates: dict[str, dict[int, float]], checked: bool, footprint: int
+) -> None:
     ceiling = max(max(found.values()) for found in rates.values())
     names = {"read_and_wait": "synchronous", "read_ahead": "asynchronous"}
     for kernel, found in rates.items():
@@ -99,7 +106,7 @@ def run(
                 "the best of the sweep",
                 ceiling,
                 checked=checked,
-                footprint=blocks * line_bytes,
+                footprint=footprint,
             )
         enough = min(
             (w for w, value in found.items() if value >= _SATURATED * ceiling), default=None
@@ -111,4 +118,3 @@ def run(
             checked=checked,
             note="no number of warps in the sweep reaches it" if enough is None else "",
         )
-    return report

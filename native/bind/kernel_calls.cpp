@@ -15,10 +15,9 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <unordered_map>
 #include <vector>
 
-#include "bind/tensor_calls.h"
+#include "bind/row_calls.h"
 
 void bind_kernel_calls(nanobind::module_& m);
 
@@ -36,7 +35,6 @@ constexpr size_t kParamsMax = 32;
 constexpr size_t kBytesMax = 1024;
 constexpr size_t kAlignment = 16;
 
-constexpr size_t kSizesMax = 64;
 // Arrays and dtypes that a parameter remembers.
 constexpr size_t kKnownMax = 8;
 
@@ -46,10 +44,9 @@ using Arguments = nb::typed<nb::tuple, nb::object, nb::ellipsis>;
 struct Packing {
   alignas(kAlignment) uint8_t bytes[kBytesMax];
   void* params[kParamsMax];
-  TensorCalls* arrays[kParamsMax];
+  RowCalls* arrays[kParamsMax];
   cuda::Accessed accessed[kParamsMax];
-  nb::object attachments[kParamsMax];
-  nb::handle array_objects[kParamsMax];
+  nb::object owners[kParamsMax];  // of these
   size_t array_count = 0;
   bool meets_torch = false;
 };
@@ -109,9 +106,10 @@ class KernelCalls {
  public:
   // Each parameter: its kind, as a dtype's or "array", "const array", "pointer" or "bytes", and how
   // many bytes.
-  KernelCalls(nb::object device, const Launching& launching,
+  // `calls_of` returns the `RowCalls` of an array, which it may open; None: it has none.
+  KernelCalls(nb::object device, const Launching& launching, nb::object calls_of,
               std::vector<std::tuple<std::string, size_t>> params)
-      : device_(std::move(device)), launching_(launching) {
+      : device_(std::move(device)), launching_(launching), calls_of_(std::move(calls_of)) {
     size_t end = 0;
     for (const auto& [kind, nbytes] : params) {
       Param param;
@@ -130,27 +128,24 @@ class KernelCalls {
   bool launch(Arguments arguments, nb::handle warps, nb::handle block_threads, nb::handle stream) {
     const std::optional<uint64_t> size = size_of(warps, block_threads);
     if (!size || arguments.size() != params_.size()) return false;
-    const auto found = sizes_.find(*size);
-    if (found == sizes_.end() || fork_.in_child() || device_.attr(names_.closed).is(Py_True)) {
-      return false;
-    }
+    const Prepared* found = sizes_.find(*size);
+    if (found == nullptr || fork_.in_child() || launching_.closed) return false;
     Packing packing;
     for (size_t i = 0; i < params_.size(); ++i) {
       const Param& param = params_[i];
       packing.params[i] = packing.bytes + param.at;
       if (!pack(param, arguments[i], packing)) return false;
     }
-    const Prepared prepared = found->second;
+    const Prepared prepared = *found;
     if (packing.array_count == 0) return launched(prepared, packing, stream);
-    TensorCalls* const first = packing.arrays[0];
+    RowCalls* const first = packing.arrays[0];
     for (size_t i = 1; i < packing.array_count; ++i) {
       // Two turns are taken in one order, which the ordinary way knows.
       if (!packing.arrays[i]->takes_turns_with(*first)) return false;
     }
     const Turn turn(first->acquire(), first->release());
     for (size_t i = 0; i < packing.array_count; ++i) {
-      if (!packing.arrays[i]->ready(packing.array_objects[i].attr(names_.own_changes)))
-        return false;
+      if (!packing.arrays[i]->ready()) return false;
     }
     return launched(prepared, packing, stream);
   }
@@ -161,7 +156,7 @@ class KernelCalls {
     const std::optional<uint64_t> size = size_of(warps, block_threads);
     if (!usable_ || !size) return;
     Prepared made(std::move(prepared));
-    if (made.blocks == 0) return;
+    if (made.plan.blocks == 0) return;
     for (size_t i = 0; i < params_.size(); ++i) {
       Param& param = params_[i];
       if (param.kind == Param::kArray) {
@@ -170,8 +165,7 @@ class KernelCalls {
         learn_dtype(param, arguments[i]);
       }
     }
-    if (sizes_.size() >= kSizesMax) sizes_.clear();
-    sizes_[*size] = std::move(made);
+    sizes_.keep(*size, std::move(made));
   }
 
  private:
@@ -223,15 +217,13 @@ class KernelCalls {
 
   bool pack_array(const Param& param, nb::handle argument, Packing& packing, uint8_t* place) {
     if (Py_TYPE(argument.ptr()) != array_type_) return false;
-    nb::object attachment =
-        staying([&] { return nb::object(argument.attr(names_.attachment)); });  // may open it
-    TensorCalls* calls = nullptr;
-    if (!nb::try_cast(attachment.attr(names_.tensors), calls) || calls == nullptr) return false;
+    RowCalls* calls = nullptr;
+    nb::object owner = staying([&] { return calls_of_(argument); });
+    if (!nb::try_cast(owner, calls) || calls == nullptr) return false;
     for (const Param::Known& known : param.arrays) {
       if (known.number != calls->number()) continue;
       std::memcpy(place, known.bytes.data(), param.nbytes);
-      packing.attachments[packing.array_count] = std::move(attachment);  // keeps `calls`
-      packing.array_objects[packing.array_count] = argument;
+      packing.owners[packing.array_count] = std::move(owner);
       packing.accessed[packing.array_count] = {calls->order(), param.stores};
       packing.arrays[packing.array_count++] = calls;
       return true;
@@ -255,9 +247,9 @@ class KernelCalls {
   }
 
   void learn_array(Param& param, nb::handle argument, const nb::bytes& packed) {
-    TensorCalls* calls = nullptr;
-    const nb::object attachment = argument.attr(names_.attachment);
-    if (!nb::try_cast(attachment.attr(names_.tensors), calls) || calls == nullptr) return;
+    RowCalls* calls = nullptr;
+    const nb::object owner = calls_of_(argument);
+    if (!nb::try_cast(owner, calls) || calls == nullptr) return;
     array_type_ = Py_TYPE(argument.ptr());
     for (const Param::Known& known : param.arrays) {
       if (known.number == calls->number()) return;
@@ -317,10 +309,11 @@ class KernelCalls {
     const Result result = unlocked([&] {
       const Handle others[] = {handle(other)};
       const size_t count = other == run ? 0 : 1;
-      return launching_.context.launch_among(
-          {others, count}, !chosen, handle(launching_.mark), prepared.function, prepared.blocks,
-          prepared.block_threads, params_.empty() ? nullptr : packing.params, handle(run),
-          {packing.accessed, packing.array_count});
+      return launching_.context.launch_among({others, count}, !chosen, handle(launching_.mark),
+                                             prepared.plan.function, prepared.plan.blocks,
+                                             prepared.plan.block_threads,
+                                             params_.empty() ? nullptr : packing.params,
+                                             handle(run), {packing.accessed, packing.array_count});
     });
     for (size_t i = 0; chosen && result == kSuccess && i < packing.array_count; ++i) {
       packing.arrays[i]->keep_stream(stream);
@@ -336,14 +329,15 @@ class KernelCalls {
   }
 
   const nb::object device_;
-  nb::object cupy_stream_;  // cupy's function, once it is known
-  const Launching launching_;
+  nb::object cupy_stream_;      // cupy's function, once it is known
+  const Launching& launching_;  // the device's
+  const nb::object calls_of_;
   const Names names_;
   const ForkGuard fork_;
   Torch torch_;
   std::vector<Param> params_;
   bool usable_ = true;
-  std::unordered_map<uint64_t, Prepared> sizes_;
+  Plans<uint64_t, Prepared> sizes_;
   const PyTypeObject* array_type_ = nullptr;
 };
 
@@ -354,9 +348,10 @@ void bind_kernel_calls(nanobind::module_& m) {
   namespace nb = nanobind;
   using fw::native::KernelCalls;
   nb::class_<KernelCalls>(m, "KernelCalls")
-      .def(nb::init<nb::object, const fw::native::Launching&,
+      .def(nb::init<nb::object, const fw::native::Launching&, nb::object,
                     std::vector<std::tuple<std::string, size_t>>>(),
-           nb::arg("device"), nb::arg("launching"), nb::arg("params"))
+           nb::arg("device"), nb::arg("launching"), nb::arg("calls_of"), nb::arg("params"),
+           nb::keep_alive<1, 3>())
       .def("launch", &KernelCalls::launch, nb::arg("arguments"), nb::arg("warps").none(),
            nb::arg("block_threads"), nb::arg("stream").none())
       .def("learn", &KernelCalls::learn, nb::arg("arguments"), nb::arg("packed"),

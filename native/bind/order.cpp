@@ -3,7 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include "bind/tensor_calls.h"
+#include "bind/row_calls.h"
 
 namespace nb = nanobind;
 using fw::native::handle;

@@ -13,14 +13,6 @@ _T = TypeVar("_T")
 
 class CpuPool:
     def __init__(self, threads: int) -> None: ...
-    def launch_program(
-        self,
-        program: CpuProgram,
-        index: int,
-        arguments: Sequence[bytes],
-        threads: int = 0,
-        uses: Sequence[object] = [],
-    ) -> None: ...
     def close(self) -> None: ...
     @property
     def threads(self) -> int: ...
@@ -428,38 +420,72 @@ class Moved:
 
 def launch_number() -> int: ...
 
+class Plan:
+    @staticmethod
+    def on_gpu(function: int, blocks: int, block_threads: int) -> Plan: ...
+    @staticmethod
+    def on_cpu(pool: CpuPool, program: CpuProgram, index: int, threads: int) -> Plan: ...
+    def run(self, arguments: Sequence[bytes], uses: object) -> None: ...
+
+class RowPlans:
+    def __init__(self, own_members_at: int, look_ahead_at: int) -> None: ...
+    def gather(
+        self,
+        launcher: object,
+        indices: int,
+        count: int,
+        index_bytes: int,
+        rows: int,
+        counting: tuple[int, int, int] | None,
+    ) -> tuple[Any, bytes]: ...
+
 class Launching:
     def __init__(self, context: object, own: int, mark: int, ordinal: int) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    @closed.setter
+    def closed(self, arg: bool, /) -> None: ...
 
-class TensorCalls:
+class FailureMark:
+    def __init__(self, first: int, stride: int, kept: int) -> None: ...
+    @property
+    def read(self) -> int: ...
+    @read.setter
+    def read(self, arg: int, /) -> None: ...
+    @property
+    def unread(self) -> bool: ...
+
+class RowCalls:
     def __init__(
         self,
-        launching: Launching,
+        launching: Launching | None,
         row_shape: Sequence[int],
         row_bytes: int,
+        length: int,
+        dtype: object | None,
         dtype_name: object | None,
         launcher: object,
         streams: object,
-        own_members_at: int,
     ) -> None: ...
+    @property
+    def changes(self) -> int: ...
+    @changes.setter
+    def changes(self, arg: int, /) -> None: ...
     def follow(self, in_flight: object, lost: object) -> None: ...
     def shut(self) -> None: ...
     def gather(
-        self,
-        idx: object | None,
-        out: object | None,
-        stream: object | None,
-        changes: object,
-        end: object,
+        self, idx: object | None, out: object | None, stream: object | None, end: object
     ) -> object: ...
-    def prefetch(
-        self, idx: object | None, stream: object | None, changes: object, end: object
-    ) -> bool: ...
+    def prefetch(self, idx: object | None, stream: object | None, end: object) -> bool: ...
     def operands(self, idx: object | None, out: object | None, stream: object | None) -> object: ...
 
 class KernelCalls:
     def __init__(
-        self, device: object, launching: Launching, params: Sequence[tuple[str, int]]
+        self,
+        device: object,
+        launching: Launching,
+        calls_of: object,
+        params: Sequence[tuple[str, int]],
     ) -> None: ...
     def launch(
         self,

@@ -50,8 +50,9 @@ class Stats:
     bypasses: int = 0
     """Of `misses`, those that left no line in the cache.
 
-    On the CPU device, gathers that are larger than the cache copy rows out of the page cache
-    straight to the caller. Such a row is a miss again the next time.
+    On the CPU device, gathers of 256 lines and more copy most rows that miss out of the page cache
+    straight to the caller, and gathers that are larger than the cache all. Such a row is a miss
+    again the next time.
     """
     bytes_copied: int = 0
     """Of `bytes_read` and `bytes_used`, what copy engines moved past the cache: long ranges."""

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -185,3 +186,16 @@ def test_sums_of_arrays_are_those_of_plain_memory(tmp_path, random):
 
     assert sums[0] == sums[1]
     assert random or sums[0] == int(content.sum(dtype=np.uint64))
+
+
+def test_the_package_starts_from_a_checkout():
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "drives", "prices"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+
+    assert "P5800X" in ran.stdout

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -186,19 +186,24 @@ def test_cpu_streams_and_events_are_always_done(device: CpuDevice) -> None:
     assert 0 <= end.elapsed_ms(start) < 10_000
 
 
-class FakePool:
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
+class FakePlan:
+    calls: ClassVar[list[tuple[Any, ...]]] = []
 
-    def launch_program(self, _: Any, index: int, *arguments: Any) -> None:
-        self.calls.append((index, *arguments))
+    def __init__(self, index: int, threads: int) -> None:
+        self.size = index, threads
 
-    def close(self) -> None:
-        self.calls.append(("close",))
+    @classmethod
+    def on_cpu(cls, pool: Any, program: Any, index: int, threads: int) -> FakePlan:
+        return cls(index, threads)
+
+    def run(self, *arguments: Any) -> None:
+        self.calls.append((*self.size, *arguments))
 
 
-def test_cpu_launch_hands_bytes_to_the_native_pool(device: CpuDevice) -> None:
-    pool = device.__dict__["_pool"] = FakePool()
+def test_cpu_launch_hands_bytes_to_the_native_plan(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fw_device.cpu._native, "Plan", FakePlan)
     memory = object()
 
     struct = bytes(range(ctypes.sizeof(RowParams)))
@@ -207,25 +212,19 @@ def test_cpu_launch_hands_bytes_to_the_native_pool(device: CpuDevice) -> None:
     device.launch("gather_rows", struct, warps=1, uses=(memory,))
     device.launch("gather_rows", struct, warps=1 << 40)
     device.launch("gather_rows", struct, warps=0)
-    device.close()
 
-    assert pool.calls == [
-        (index, [struct], 1, (memory,)),
-        (index, [struct], 2, ()),
-        ("close",),
+    assert FakePlan.calls == [
+        (index, 1, [struct], (memory,)),
+        (index, 2, [struct], ()),
     ]
 
 
 def test_cpu_launch_of_unknown_kernel_is_refused(device: CpuDevice) -> None:
-    device.__dict__["_pool"] = FakePool()
-
     with pytest.raises(ArgumentError, match="no built-in kernel fw_nothing"):
         device.launch("nothing", b"", warps=1)
 
 
 def test_cpu_launch_with_a_struct_of_another_size_is_refused(device: CpuDevice) -> None:
-    device.__dict__["_pool"] = FakePool()
-
     with pytest.raises(DeviceError, match=r"fw_gather_rows takes a struct of 168 bytes.* has 3"):
         device.launch("gather_rows", b"123", warps=1)
 

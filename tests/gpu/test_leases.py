@@ -116,7 +116,9 @@ def test_kernels_without_a_call_of_the_array_serve_no_line_from_before_the_write
 
     def old_elements(refreshes: bool) -> int:
         device.fill(count.address, 0, 8)
-        x._changes = x.controller.changes  # as in a replayed graph: the host drops nothing
+        x._attachment.row_calls.changes = (
+            x.controller.changes
+        )  # as in a replayed graph: the host drops nothing
         program["count_old"](x, int(refreshes), count)
         x.synchronize()
         return int.from_bytes(device.download(count.address, 8), "little")
@@ -128,7 +130,7 @@ def test_kernels_without_a_call_of_the_array_serve_no_line_from_before_the_write
             assert opened_s < OPEN_S_MAX
             lease = x._attachment.storage.lease
             wait_until(lambda: bool(lease._held), "the lease is taken again")  # noqa: B023
-            x._changes = x.controller.changes
+            x._attachment.row_calls.changes = x.controller.changes
             if refreshed_by == "refresh_lines":
                 x._attachment.maintain("refresh_lines")
             if refreshed_by == "gather":

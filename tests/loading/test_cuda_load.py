@@ -21,7 +21,7 @@ from flashwarp.device import CudaDevice
 from flashwarp.errors import DeviceError, StorageError
 from flashwarp.loading import contents, moving
 from flashwarp.loading.places import Place
-from flashwarp.transfer import pool_of
+from flashwarp.transfer import CopyEngine, pool_of
 from support import fake_cuda
 from support.fake_cuda import NOT_SUPPORTED, failing, fake
 
@@ -40,6 +40,7 @@ class Load:
         np.save(self.path, self.array)
         self.device = CudaDevice(0)
         self.target = self.device.allocate(NBYTES)
+        CopyEngine(self.device).close()  # its events stay in the pool
         self.live = fake().fake_live_allocations()
         self.pinned: list[Any] = []
         self.done: list[int] = []

@@ -273,7 +273,7 @@ class Rig {
       pieces[i] = {a.line_of(elements[i]), a.offset_of(elements[i]), 8, address(&values[i])};
     }
     cache::tally tally;
-    reader around(a.geometry, *a.volume, true);
+    reader around(a.geometry, *a.volume, cache::around::kAll);
     const uint32_t rest = around.read(pieces, count, tally);
     tally.add_to(*a.volume, fw::warp::active());
     for (uint32_t i = 0; i < count; ++i) {

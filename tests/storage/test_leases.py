@@ -180,7 +180,7 @@ def old_elements(array: fw.Array, refreshes: bool) -> int:
     """Count old elements by a kernel before which the host drops nothing, as in a replay."""
     program = fw.compile(Path(__file__).parents[1] / "support" / "lease_kernels.cu", "cpu")
     count = np.zeros(1, np.uint64)
-    array._changes = array.controller.changes
+    array._attachment.row_calls.changes = array.controller.changes
     program["count_old"](array, int(refreshes), count, warps=3)
     return int(count[0])
 

@@ -67,9 +67,9 @@ def stream_of_last_launch(x: fw.Array) -> int:
 
 def note(failures: FailureSequence, where: int, status: int = 0, opcode: int = 0) -> None:
     """Append an entry, as a kernel does."""
-    entry = failures._entries[failures._read % len(failures._entries)]
+    entry = failures._entries[failures.mark.read % len(failures._entries)]
     entry.where, entry.status, entry.opcode = where, status, opcode
-    entry.number = failures._read + 1
+    entry.number = failures.mark.read + 1
 
 
 class Tensor:

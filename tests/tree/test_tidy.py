@@ -67,6 +67,7 @@ NATIVE_ROOMS = [
     "nvme",
     "cpu",
     "cpu/policy_kernels",
+    "launch",
     "nvme/model",
     "nvme/software",
     "pipeline",

@@ -203,10 +203,12 @@ class Context:
             "cuDevicePrimaryCtxRetain", self._device, doing=f"opening cuda:{ordinal}"
         )
         self._open = True
-        # Events at the ends of launches that wait for the host, and such that are free again.
+        # Events at the ends of launches that wait for the host.
         self._served: dict[int, object] = {}
         # A finalizer may come in between.
         self._served_lock = endings.Lock()
+        # The pool of events: all, and those that are free.
+        self._events: list[int] = []
         self._spare_events: list[int] = []
         try:
             self.calls = _native.CudaContext(int(self._handle))
@@ -230,10 +232,11 @@ class Context:
         """Give the primary context back. May be called twice."""
         with self._lock:
             if self.usable:
-                for event in (*self._served, *self._spare_events):
+                for event in self._events:
                     with contextlib.suppress(DeviceError):  # the GPU is lost
                         self.call("cuEventDestroy", event)
                 self._served.clear()
+                self._events.clear()
                 self._spare_events.clear()
                 self._open = False
                 _call("cuDevicePrimaryCtxRelease", self._device)
@@ -446,8 +449,7 @@ class Context:
             for event, launch in itertools.islice(tuple(self._served.items()), 2):
                 if self.event_done(event):
                     self._forget_served(event, launch)
-            spare = self._spare_events
-            event = spare.pop() if spare else self.create_event(timing=False)
+            event = self.take_event()
             self.record(event, stream)
             self._served[event] = object()
 
@@ -478,7 +480,7 @@ class Context:
         with self._served_lock:
             if self._served.get(event) is launch:
                 del self._served[event]
-                self._spare_events.append(event)
+                self.give_event(event)
 
     # Properties of the device.
 
@@ -722,6 +724,24 @@ class Context:
         flags = _cuda().CUevent_flags
         flag = flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING
         return int(self.call("cuEventCreate", int(flag)))
+
+    def take_event(self) -> int:
+        """Take an event that measures no time from the pool of the GPU; waits for nothing."""
+        try:
+            return self._spare_events.pop()
+        except IndexError:
+            self.provide_events(1)
+            return self.take_event()
+
+    def provide_events(self, count: int) -> None:
+        """Create events until so many are free."""
+        while len(self._spare_events) < count:
+            self._events.append(self.create_event(timing=False))
+            self._spare_events.append(self._events[-1])
+
+    def give_event(self, event: int) -> None:
+        """Give an event back. Waits look at what it recorded when they were queued."""
+        self._spare_events.append(event)
 
     # Launches.
 

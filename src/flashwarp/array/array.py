@@ -175,7 +175,6 @@ class Array(endings.Closing):
         self._format = attachment.launcher.format
         self._why = why
         self._recipe = recipe
-        self._changes = 0
         # Who has the storage, in words and as an object: see `_hand_over`.
         self._holder = ""
         self._owner: object = None
@@ -319,16 +318,11 @@ class Array(endings.Closing):
         first, in the order of the stream, and no line enters. `explain` says whether they do.
         """
         attachment = self._attachment
-        if attachment.tensors is not None:
-            try:
-                rows = attachment.tensors.gather(
-                    idx, out, stream, self._changes, attachment.finish_launch
-                )
-            except DeviceError as error:
-                self._raise_reason(error)
-            if rows is not None:
-                return rows
-        return self._gather(idx, out, stream)
+        try:
+            rows = attachment.row_calls.gather(idx, out, stream, attachment.finish_launch)
+        except DeviceError as error:
+            self._raise_reason(error)
+        return self._gather(idx, out, stream) if rows is None else rows
 
     def _raise_reason(self, error: DeviceError) -> NoReturn:
         """Raise why a kernel was stopped, if `error` came from that; else `error`."""
@@ -516,14 +510,11 @@ class Array(endings.Closing):
         free frame.
         """
         attachment = self._attachment
-        if attachment.tensors is not None:
-            try:
-                if attachment.tensors.prefetch(
-                    idx_or_slice, stream, self._changes, attachment.finish_launch
-                ):
-                    return
-            except DeviceError as error:
-                self._raise_reason(error)
+        try:
+            if attachment.row_calls.prefetch(idx_or_slice, stream, attachment.finish_launch):
+                return
+        except DeviceError as error:
+            self._raise_reason(error)
         self._prefetch(idx_or_slice, stream)
 
     @_locked
@@ -961,7 +952,7 @@ class Array(endings.Closing):
             self._check_usable()
         attachment.calls.raise_lost()
         attachment.raise_noted()
-        if attachment.launcher.service.changes != self._changes:
+        if attachment.launcher.service.changes != attachment.row_calls.changes:
             self._drop_old_lines()
 
     def _drop_old_lines(self) -> None:
@@ -984,12 +975,13 @@ class Array(endings.Closing):
     def _hand_over(self, owner: object, holder: str, before: object = None) -> None:
         """Give the storage to one who moves rows past the cache; other calls are refused.
 
-        If the owner `before` has it, it leaves it to this one. All calls compare `_changes` with
+        If the owner `before` has it, it leaves it to this one. All calls compare the changes with
         the service's, so they cost nothing more.
         """
         if before is None or self._owner is not before:
             self._after_calls(lambda: self._attachment.drop_lines(drop_dirty=False))
-        self._owner, self._holder, self._changes = owner, holder, -1
+        self._owner, self._holder = owner, holder
+        self._attachment.row_calls.changes = -1
 
     def _refuse_others(self, owner: object) -> None:
         """Raise ArgumentError if the array was handed over to another owner."""
@@ -1007,7 +999,7 @@ class Array(endings.Closing):
     def _leave_old_lines(self) -> StorageError | None:
         service = self.controller
         changes = service.changes
-        if changes == self._changes:
+        if changes == self._attachment.row_calls.changes:
             return None
         if self.strict == "in_place" and service.path != self.strict:
             raise DataPathError(
@@ -1016,7 +1008,7 @@ class Array(endings.Closing):
                 "the file"
             )
         self._attachment.drop_lines(drop_dirty=False)
-        self._changes = changes
+        self._attachment.row_calls.changes = changes
         return service.take_stale()
 
     def _need_writable(self) -> None:
@@ -1127,7 +1119,7 @@ class Array(endings.Closing):
         if attachment.closed or attachment.in_child:
             self._check_usable()
         launcher = attachment.launcher
-        if launcher.service.changes != self._changes:
+        if launcher.service.changes != attachment.row_calls.changes:
             self._drop_old_lines()
         if stream is None:
             attachment.note_launch()

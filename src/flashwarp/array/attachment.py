@@ -25,7 +25,7 @@ from flashwarp.array.launcher import Launcher
 from flashwarp.array.operands import Operands
 from flashwarp.array.order import Order
 from flashwarp.array.rows import RowFormat
-from flashwarp.array.tensors import tensor_calls
+from flashwarp.array.tensors import row_calls
 from flashwarp.cache.cache import Cache
 from flashwarp.device import CudaDevice, Launch
 from flashwarp.errors import CaptureError, DeviceError, DeviceTimeout, FlashwarpError, StorageError
@@ -73,8 +73,9 @@ class Attachment(endings.NotCopied):
     launcher : Launcher
         Owns volume, service and format: what kernels need to know.
     operands : Operands
-    tensors : TensorCalls or None
-        The short way of calls with tensors on a GPU.
+    row_calls : RowCalls
+        The calls that run in the extension. It knows which changes of the storage the array has
+        seen.
     calls : Calls
         The asynchronous calls.
     dependents : list of Open
@@ -135,8 +136,8 @@ class Attachment(endings.NotCopied):
                     volume, service, storage, format.row_bytes, writable=writable
                 )
             self.operands = Operands(cache.device, format, cache.device)
-            self.tensors = tensor_calls(self.launcher, self._streams)
-            self.calls = Calls(self.launcher, self.operands, self._failures, self.tensors)
+            self.row_calls = row_calls(self.launcher, self._streams)
+            self.calls = Calls(self.launcher, self.operands, self._failures, self.row_calls)
             endings.remember(self)
             made.pop_all()
 
@@ -187,10 +188,10 @@ class Attachment(endings.NotCopied):
         if self.device.kind != "cpu":
             self.device.synchronize(stream, timeout_s=time_limit_s())
 
-    def finish_launch(self, what: str, stream: int, launch: Launch, result: int) -> None:
-        """Do as `finish` after a launch of the short way; raise why if the driver refused it."""
+    def finish_launch(self, what: str, stream: int | None, launch: Launch, result: int) -> None:
+        """Do as `finish` after a launch of `row_calls`; raise why if the driver refused it."""
         if result:
-            launch.refuse(result, stream)
+            launch.refuse(result, stream or 0)
         self.finish(what, stream)
 
     def join(self, stream: int, *, refreshes: bool = False, uses: Sequence[object] = ()) -> None:
@@ -362,8 +363,7 @@ class Attachment(endings.NotCopied):
 
     def _set_closed(self) -> None:
         self.closed = True
-        if self.tensors is not None:
-            self.tensors.shut()
+        self.row_calls.shut()
         endings.forget(self)
 
     def refuse_graphs(self) -> None:

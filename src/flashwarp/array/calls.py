@@ -161,17 +161,16 @@ class Calls:
         launcher: Launcher,
         operands: Operands,
         failures: Failures,
-        tensors: _native.TensorCalls | None = None,
+        row_calls: _native.RowCalls,
     ) -> None:
         self._launcher = launcher
-        self._tensors = tensors
+        self._row_calls = row_calls
         # For preparations beside the calls. Nothing that runs for long is ever queued on it.
         self._side = operands.device.create_stream()
         self._scratch = Scratch(operands.device, self._side)
         self._operands = operands.copying_to(self._scratch, self._side)
         # Copies of host operands that streams of the caller's use, each with what comes after.
         self._lent: deque[tuple[Event, Sequence[DeviceArray]]] = deque()
-        self._events: list[Event] = []  # that mark nothing
         self._failures = failures
         # Guards everything below, and is notified of each change.
         self._changed = endings.Condition()
@@ -188,8 +187,7 @@ class Calls:
         # Unobserved failures: those of futures that are gone, and the futures that have one.
         self._lost: deque[BaseException] = deque()
         self._failed: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
-        if tensors is not None:
-            tensors.follow(self._all, self._lost)
+        row_calls.follow(self._all, self._lost)
 
     # Copies for calls on streams of the caller's.
 
@@ -205,12 +203,10 @@ class Calls:
             if not event.done():
                 self._lent.append((event, held))
                 continue
+            event.close()
             for each in held:
                 each.close()
-            self._events.append(event)
-        event = self._events.pop() if self._events else self._operands.device.event()
-        event.record(stream)
-        self._lent.append((event, copies))
+        self._lent.append((self._operands.device.mark(stream), copies))
 
     # Making calls.
 
@@ -218,8 +214,8 @@ class Calls:
         self, verb: Verb, idx: object, operand: object, stream: object, ordered: bool
     ) -> Future[Any]:
         """Start a call; see `Array.gather_async` and `Array.scatter_async`."""
-        if verb == "gather" and self._tensors is not None:
-            found: Any = self._tensors.operands(idx, operand, stream)
+        if verb == "gather":
+            found: Any = self._row_calls.operands(idx, operand, stream)
             if found is not None:
                 return self._make_short(idx, ordered, *found)
         chosen = self._operands.choose(idx)
@@ -779,8 +775,6 @@ class Calls:
             event.close()
             for each in held:
                 each.close()
-        for event in self._events:
-            event.close()
         self._scratch.close()
         self._side.close()
 

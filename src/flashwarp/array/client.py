@@ -24,10 +24,16 @@ from flashwarp._jit.driver import End
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.launcher import Counting, Verb
 from flashwarp.array.operands import Index, Operands
-from flashwarp.array.rows import RowFormat, RowParams, host_indices, segments_per_row
+from flashwarp.array.rows import (
+    BYTES_WORTH_A_THREAD,
+    RowFormat,
+    RowParams,
+    host_indices,
+    segments_per_row,
+)
 from flashwarp.cache.cache import Cache
 from flashwarp.cache.shared import Client
-from flashwarp.device import DeviceMemory, Launch
+from flashwarp.device import DeviceMemory
 from flashwarp.errors import (
     BoundsError,
     ClosedError,
@@ -46,8 +52,6 @@ __all__ = ["ClientAttachment"]
 
 # Segments that one launch takes: the list of those that it misses has room for all.
 _SEGMENTS_MAX = 1 << 16
-# Waking a thread of the CPU device takes as long as copying this much.
-_BYTES_WORTH_A_THREAD = 128 << 10
 _LANES = 32
 
 _MISSED = struct.Struct("=6Q")
@@ -121,6 +125,20 @@ class _Calls(_Owners):
         """Wait for nothing: calls end before they return."""
 
 
+class _RowCalls:
+    """Stands for the calls that run in the extension: a client's all take the ordinary way."""
+
+    changes = 0
+
+    def gather(self, *operands: object) -> None:
+        """Leave the gather to the ordinary way."""
+
+    prefetch = gather
+
+    def shut(self) -> None:
+        """End nothing: there are no such calls."""
+
+
 class _File(_Owners):
     """Stands for the storage, which the owner has open."""
 
@@ -163,7 +181,7 @@ class ClientLauncher(_Owners):
         self._on_cpu = self._device.kind == "cpu"
         self._stage = np.frombuffer(client.stage.owner, np.uint8)[: client.facts.stage_bytes]
         self._segments = segments_per_row(max(1, format.row_bytes), line_bytes)
-        self._launches: dict[tuple[str, int], Launch] = {}
+        self._kernels = self._device.kernels_for(CLOCK)
         at_once = client.facts.lines_at_once
         self._memory: list[DeviceMemory] = []
         self._missed = self._allocate(_MISSED.size)
@@ -311,15 +329,11 @@ class ClientLauncher(_Owners):
     def _launch(self, name: str, items: int, stream: int | None) -> None:
         # A warp of a GPU copies one line after the other, so a few lines go to a warp each.
         batch = min(_LANES, max(1, items // self._device.warps_at_once))
-        each = max(1, _BYTES_WORTH_A_THREAD // self._line) if self._on_cpu else batch
+        each = max(1, BYTES_WORTH_A_THREAD // self._line) if self._on_cpu else batch
         self._params.rows.batch = batch
         # A power of two of warps, so that few launches are prepared.
         warps = 1 << (-(-items // each) - 1).bit_length()
-        launch = self._launches.get((name, warps))
-        if launch is None:
-            kernel = self._device.built_in(name, CLOCK, ctypes.sizeof(ClientParams))
-            threads = self._device.block_threads_for(warps)
-            launch = self._launches[name, warps] = self._device.prepare(kernel, warps, threads)
+        launch = self._kernels.launch_of(name, warps, ctypes.sizeof(ClientParams))
         client = self._client
         uses = (
             *(owner for each in self._memory for owner in each.owners),
@@ -384,7 +398,6 @@ class ClientLauncher(_Owners):
 
     def let_go(self) -> None:
         """Free its memory."""
-        self._launches.clear()
         for each in self._memory:
             each.close()
 
@@ -450,7 +463,7 @@ class ClientAttachment(Attachment):
         format_ = RowFormat(layout.dtype, layout.shape)
         self.launcher = ClientLauncher(client, format_, opened, cache.line_bytes)
         self.operands = Operands(client.device, format_, client.device)
-        self.tensors = None
+        self.row_calls = _RowCalls()  # type: ignore[assignment]
         self.calls = _Calls()  # type: ignore[assignment]
         client.arrays.add(self)
         endings.remember(self)

@@ -6,21 +6,18 @@ few blocks fetch what all have missed, other kernels run meanwhile.
 
 from __future__ import annotations
 
-import struct
 from typing import TypeAlias
 
 from flashwarp import _native, config
 from flashwarp.cache.cache import Volume
 from flashwarp.nvme import Service
 
-__all__ = ["NOT_DEFERRED", "Deferral", "Deferred", "renumbered"]
+__all__ = ["NOT_DEFERRED", "Deferral", "Deferred"]
 
 Deferred: TypeAlias = tuple[int, int, int, int]
 """Members of `ListUseStruct`."""
 
 NOT_DEFERRED: Deferred = (0, 0, 0, 0)
-
-_DEFERRED = struct.Struct("=2Q2I")  # the last members of `RowParams`
 
 # A block has 8 warps, each of which fetches up to 32 lines at a time. A drive of 7 GB/s and 100 us
 # needs 171 lines of 4 KiB in flight, so two blocks suffice for it. What host threads copy comes
@@ -61,7 +58,7 @@ class Deferral:
     def of(self, items: int, warps: int, batch: int, *, elements: bool = False) -> Deferred:
         """Return how a launch of so many items and warps defers its misses, at most `batch` a warp.
 
-        Each launch needs a number of its own, see `renumbered`; a captured one keeps it. Launches
+        Each launch needs a number of its own; a captured one keeps it. Launches
         of few warps do not defer: a hand-over takes as long as their misses. Launches on
         `elements`, short rows that several share a line, defer only if the user asks: their hits
         would take longer.
@@ -75,15 +72,6 @@ class Deferral:
         ):
             return NOT_DEFERRED
         return self._list, _native.launch_number(), blocks, batch
-
-
-def renumbered(params: bytes) -> bytes:
-    """Return `RowParams` for one more launch: the list of misses knows launches by their number."""
-    deferred = _DEFERRED.unpack_from(params, len(params) - _DEFERRED.size)
-    if not deferred[0]:
-        return params
-    own = _DEFERRED.pack(deferred[0], _native.launch_number(), *deferred[2:])
-    return params[: -_DEFERRED.size] + own
 
 
 def _drain_blocks(service: Service, waits_for_disk: bool) -> int:

@@ -15,6 +15,7 @@ from flashwarp.device import host_memory
 from flashwarp.storage import File
 from flashwarp.storage.composite import members_of
 from flashwarp.storage.file_access import room_for_pages
+from flashwarp.transfer import pool_of
 
 __all__ = ["Explanation", "explain", "html_table"]
 
@@ -73,7 +74,7 @@ def explain(attachment: Attachment, why: str) -> Explanation:
         storage={"closed": True} if storage.closed else storage.describe(),
         controller=service.describe(),
         cache=f"{attachment.cache!r}{attachment.launcher.volume.tier_note()}",
-        device=attachment.device.describe(),
+        device=attachment.device.describe() + pool_of(attachment.device).note("; "),
         ranges="" if copies is None else copies.note(),
         advice=advise(_usage(attachment)),
     )

@@ -19,10 +19,11 @@ import numpy.typing as npt
 from flashwarp import _native, config
 from flashwarp._jit.driver import End
 from flashwarp.array.copying import RangeCopies
-from flashwarp.array.deferral import NOT_DEFERRED, Deferral, Deferred, renumbered
+from flashwarp.array.deferral import NOT_DEFERRED, Deferral, Deferred
 from flashwarp.array.operands import Index
 from flashwarp.array.order import Order, in_order
 from flashwarp.array.rows import (
+    BYTES_WORTH_A_THREAD,
     ArrayStruct,
     MaintenanceParams,
     RowFormat,
@@ -47,21 +48,12 @@ Counting: TypeAlias = tuple[int, int, int]
 """How indices count rows: where the rows end, the row of index 0, and what makes a negative index a
 row; 0: it is out of bounds."""
 
-# Waking a thread of the CPU device takes 50 us, as long as copying this much.
-_BYTES_WORTH_A_THREAD = 128 << 10
-
-# What a buffer's address must be known of to choose the kernel; see `element_bytes`.
-_ALIGNMENT_MAX = 16
-
-# Launches that are kept prepared: one for each size of call.
-_PREPARED_MAX = 256
 # Warps of the blocks of a call that may use a few multiprocessors. Those of rows in place fill one.
 _STREAM_BLOCK_WARPS = 32
 _BLOCK_WARPS = 8
 
 # The members of `RowParams` behind those of the array.
 _ROW_MEMBERS = struct.Struct("=9Q4I2Q2I")
-_FIRST_ROW_MEMBERS = struct.Struct("=3Q")  # those that differ between calls of one size
 assert RowParams.indices.offset + _ROW_MEMBERS.size == ctypes.sizeof(RowParams)
 
 # The handle that stands for another stream in each thread.
@@ -134,15 +126,13 @@ class Launcher:
         self._strays_of: dict[object, int] = {}
         self._strays_used = 0
         cache = volume.cache
-        self._prepared: dict[object, Launch] = {}
-        # For small calls on rows by index: the launch, and all but the first members.
-        self._prepared_small: dict[object, tuple[Launch, bytes]] = {}
+        self._kernels = cache.device.kernels_for(cache.policy)
+        # For calls on rows by index.
+        self.plans = _native.RowPlans(RowParams.indices.offset, RowParams.look_ahead.offset)
         self._array_members = bytes(
             RowParams(geometry=cache.geometry, cache=cache.address, volume=volume.address)
         )[: -_ROW_MEMBERS.size]
         self._warps_at_once = cache.device.warps_at_once
-        # More warps than any GPU runs at a time make no other launch.
-        self._warps_max = 8 * self._warps_at_once if not self.on_cpu else 1 << 31
         self._batch = segments_per_batch(cache.line_bytes)
         self._segments = segments_per_row(max(1, format.row_bytes), cache.line_bytes)
         self._counting: Counting = (format.row_count, 0, format.row_count)
@@ -233,22 +223,7 @@ class Launcher:
         counting: Counting | None = None,
     ) -> tuple[Launch, bytes]:
         """Prepare a gather of rows on a GPU: the launch, and its parameter."""
-        kind = count, index_bytes, buffer & _ALIGNMENT_MAX - 1, counting
-        found = self._prepared_small.get(kind)
-        if found is None:
-            launch, params = self.prepare_rows("gather", count, index_bytes, buffer, counting)
-            found = launch, params[self.own_members_at + _FIRST_ROW_MEMBERS.size :]
-            if len(self._prepared_small) >= _PREPARED_MAX:
-                self._prepared_small.clear()
-            self._prepared_small[kind] = found
-        launch, rest = found
-        first = _FIRST_ROW_MEMBERS.pack(indices, count, buffer)
-        return launch, self._array_members + first + renumbered(rest)
-
-    @property
-    def own_members_at(self) -> int:
-        """The offset in `RowParams` of what differs between calls of one size."""
-        return len(self._array_members)
+        return self.plans.gather(self, indices, count, index_bytes, buffer, counting)
 
     def prepare_rows(
         self,
@@ -258,7 +233,7 @@ class Launcher:
         buffer: int,
         counting: Counting | None = None,
     ) -> tuple[Launch, bytes]:
-        """Prepare calls of one size on rows of a GPU: the launch, and its parameter.
+        """Prepare calls of one size on rows by index: the launch, and its parameter.
 
         Each call has indices and a buffer of its own, and a number if it defers its misses.
         """
@@ -298,9 +273,11 @@ class Launcher:
     def _prepared_launch(
         self, name: str, warps: int, param_bytes: int, sms: int | None = None
     ) -> Launch:
-        warps = min(warps, self._warps_max)
-        launch = self._prepared.get((name, warps, sms))
-        return self._prepare(name, warps, param_bytes, sms) if launch is None else launch
+        threads = None
+        if sms is not None:
+            # A block each, so that no more can hold one.
+            threads = 32 * -(-warps // sms)
+        return self._kernels.launch_of(name, warps, param_bytes, threads)
 
     def _batch_of(self, segments: int) -> int:
         """Choose how many segments a warp takes at a time."""
@@ -486,7 +463,7 @@ class Launcher:
 
     def _warps(self, items: int, batch: int = 32) -> int:
         if self.on_cpu:
-            batch = max(1, _BYTES_WORTH_A_THREAD // self.volume.cache.line_bytes)
+            batch = max(1, BYTES_WORTH_A_THREAD // self.volume.cache.line_bytes)
         return -(-items // batch)
 
     # Maintenance.
@@ -551,20 +528,6 @@ class Launcher:
         finally:
             # A kept exception keeps this frame. That must not keep the array's file open.
             uses.clear()
-
-    def _prepare(self, name: str, warps: int, param_bytes: int, sms: int | None) -> Launch:
-        cache = self.volume.cache
-        kernel = cache.device.built_in(name, cache.policy, param_bytes)
-        if sms is not None:
-            # A block each, so that no more can hold one.
-            threads = 32 * -(-warps // sms)
-        else:
-            threads = cache.device.block_threads_for(warps)  # few warps spread
-        launch = cache.device.prepare(kernel, warps, threads)
-        if len(self._prepared) >= _PREPARED_MAX:
-            self._prepared.clear()
-        self._prepared[name, warps, sms] = launch
-        return launch
 
     def wake(self) -> tuple[object, ...]:
         """Wake what serves the array; returns what a launch uses, see `Device.launch`."""

@@ -22,6 +22,9 @@ from flashwarp.nvme.queue_pair import u32, u64
 # Of narrower rows, each lane copies one element. A warp for each row would leave most lanes idle.
 _WIDE_ROW_BYTES = 256
 
+BYTES_WORTH_A_THREAD = 128 << 10
+"""Waking a thread of the CPU device takes 50 us, as long as copying so many bytes."""
+
 # What one warp fetches at a time: 32 lines of 4 KiB. With more, other warps would be idle, and a
 # line would wait until the last line of its batch has arrived.
 _BATCH_BYTES = 128 << 10

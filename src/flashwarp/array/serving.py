@@ -83,6 +83,9 @@ class _Export:
         if verb == "prefetch":
             launcher.prefetch(chosen)
         elif verb == "gather":
+            if launcher.on_cpu:
+                # Other clients want the lines, too, and a large gather would leave few.
+                launcher.prefetch(chosen)
             launcher.move("gather", chosen, buffer)
         else:
             launcher.move("scatter", chosen, buffer)

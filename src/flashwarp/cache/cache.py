@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from flashwarp import endings
+from flashwarp import _native, endings
 from flashwarp.cache.miss_list import allocate_misses
 from flashwarp.cache.structs import (
     EPOCH_BYTES,
@@ -43,6 +43,7 @@ from flashwarp.errors import (
 from flashwarp.nvme import Queues
 from flashwarp.nvme.queue_pair import DATA_PATHS
 from flashwarp.policy import Policy, resolve_policy
+from flashwarp.transfer import pool_of
 
 if TYPE_CHECKING:
     from flashwarp.cache.shared import Client, Facts, Owner
@@ -111,18 +112,16 @@ class FailureSequence:
         stream: OwnedStream | None,
     ) -> None:
         self._entries = entries
-        numbers = memoryview(entries).cast("B").cast("I")
-        first = FailureStruct.number.offset // 4
-        self._numbers = numbers[first :: ctypes.sizeof(FailureStruct) // 4]
         self._log = log
         self._device = device
         self._stream = stream
         self._lock = endings.Lock()
-        # For the extension: the address of the first number, bytes to the next, and how many.
-        stride = ctypes.sizeof(FailureStruct)
-        address = ctypes.addressof(entries) + FailureStruct.number.offset
-        self.numbers_at = address, stride, FAILURES_KEPT
-        self._read = 0  # entries
+        # How many entries were read.
+        self.mark = _native.FailureMark(
+            ctypes.addressof(entries) + FailureStruct.number.offset,
+            ctypes.sizeof(FailureStruct),
+            FAILURES_KEPT,
+        )
         self._acknowledged = 0  # of them
         self._untold = 0
 
@@ -132,12 +131,11 @@ class FailureSequence:
 
         False, too, if they found the record full after the last read: the next `read` finds those.
         """
-        read = self._read
-        return self._numbers[read % FAILURES_KEPT] == (read + 1) & 0xFFFFFFFF
+        return self.mark.unread
 
     def first(self) -> FailureStruct | None:
         """Return the oldest unread failure and leave it unread; needs no transfer."""
-        return self._entry(self._read)
+        return self._entry(self.mark.read)
 
     def read(self) -> Noted:
         """Return the failures since the last call; needs no transfer if there is none.
@@ -146,36 +144,36 @@ class FailureSequence:
         reads their number from the device: a transfer of 4 bytes. If the device fails, so that the
         host cannot acknowledge entries, they stay unread.
         """
-        if self._read < FAILURES_KEPT and not self.unread:
+        if self.mark.read < FAILURES_KEPT and not self.mark.unread:
             return _NOTHING
         return endings.holding([self._lock], self._read_on)
 
     def _read_on(self) -> Noted:
         kept: list[FailureStruct] = []
         while len(kept) < FAILURES_KEPT:
-            entry = self._entry(self._read + len(kept))
+            entry = self._entry(self.mark.read + len(kept))
             if entry is None:
                 break
             kept.append(FailureStruct.from_buffer_copy(entry))
-        before, end = self._read, self._read + len(kept)
+        before, end = self.mark.read, self.mark.read + len(kept)
         untold = self._download_untold() if end >= FAILURES_KEPT else 0
         count = len(kept) + (untold - self._untold & 0xFFFFFFFF)
         # Advance before acknowledging, because an interrupt may come between: kernels may overwrite
         # acknowledged entries, so these must count as read. The next call acknowledges the rest.
-        self._read = end
+        self.mark.read = end
         try:
             self._acknowledge()
         except DeviceError:
-            self._read = before
+            self.mark.read = before
             raise
         self._untold = untold
         return Noted(tuple(kept), count)
 
     def _acknowledge(self) -> None:
-        if self._acknowledged != self._read:
-            word = (self._read & 0xFFFFFFFF).to_bytes(4, "little")
+        if self._acknowledged != self.mark.read:
+            word = (self.mark.read & 0xFFFFFFFF).to_bytes(4, "little")
             self._device.upload(self._log + FailureLogStruct.read.offset, word, self._stream)
-            self._acknowledged = self._read
+            self._acknowledged = self.mark.read
 
     def _entry(self, position: int) -> FailureStruct | None:
         # Kernels write the number last: with it, the entry is complete.
@@ -609,7 +607,7 @@ class Cache(Closing):
         self._frames = allocate(self.capacity)
         try:
             if self.host_capacity:
-                self._tier_frames = device.allocate_host(self.host_capacity)
+                self._tier_frames = pool_of(device).reserve("host tiers", self.host_capacity)
             epoch_bytes = _VOLUMES_MAX * EPOCH_BYTES
             head_bytes = struct_bytes + volume_bytes + epoch_bytes + _POLICY_WORDS_ALIGNMENT
             self._metadata = allocate(head_bytes + self.metadata_bytes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.hints import ScoreCard
+from flashwarp.transfer import pool_of
 
 __all__ = ["CheckpointStats", "explain", "stats_of"]
 
@@ -133,6 +134,7 @@ def explain(core: Core, where: str, waiting: Sequence[str] = ()) -> str:
     interval = core.interval.estimate_ns
     if interval is not None:
         lines.append(f"a restore every {interval / 1e6:.1f} ms")
+    lines += filter(None, [pool_of(core.mover.device).note()])
     lines.append(f"hints: {core.hints.card()}")
     lost = core.lost()
     if lost:

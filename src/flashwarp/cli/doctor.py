@@ -42,6 +42,7 @@ from flashwarp.errors import FlashwarpError
 from flashwarp.probe.disk import measure_ceiling, measure_writes, residency
 from flashwarp.probe.link import LINK_BYTES, measure_link
 from flashwarp.probe.text import binary
+from flashwarp.transfer.pool import BOUNDS
 
 if TYPE_CHECKING:
     from flashwarp.cli.parser import Parser
@@ -290,7 +291,7 @@ def _check_pinned_memory() -> Finding:
     try:
         with CudaDevice(0) as device, device.allocate_host(LINK_BYTES) as memory:
             read_only = device.context.registers_read_only
-            detail = f"{binary(memory.nbytes)} pinned"
+            detail = f"{binary(memory.nbytes)} pinned; {BOUNDS}"
     except FlashwarpError as error:
         advice = "raise the memory limit of the container, or use a smaller cache"
         return Finding("limited", str(error), advice)

@@ -13,10 +13,11 @@ from functools import partial
 
 from flashwarp import endings
 from flashwarp._jit import driver
-from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch
+from flashwarp.device.base import TIMEOUT_S, Device, Event
 from flashwarp.device.cpu import CpuDevice
 from flashwarp.device.cuda import CudaDevice
 from flashwarp.device.foreign import ArrayView, Stream, stream_handle, view
+from flashwarp.device.launches import Launch
 from flashwarp.device.memory import DeviceArray, DeviceMemory, MemoryInfo, OwnedStream, Registration
 from flashwarp.errors import ArgumentError, DeviceError
 

@@ -22,6 +22,7 @@ from flashwarp import _native, endings
 from flashwarp._jit import driver
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.foreign import ArrayView, Stream, empty_in_library, view
+from flashwarp.device.launches import BuiltInKernels, Launch
 from flashwarp.device.memory import (
     DeviceArray,
     DeviceMemory,
@@ -43,52 +44,6 @@ if TYPE_CHECKING:
     from flashwarp._jit.compiler import Source
 
 _log = logging.getLogger(__name__)
-
-
-class Launch(ABC):
-    """A prepared launch; see `Device.prepare`."""
-
-    @abstractmethod
-    def __call__(
-        self,
-        arguments: Sequence[bytes],
-        stream: int | None,
-        uses: Sequence[object] = (),
-        end: driver.End | None = None,
-    ) -> None:
-        """Launch it."""
-
-    def after_own(self, arguments: tuple[bytes, ...], stream: int) -> bool:
-        """Launch it on a GPU's stream, after what the library's own stream has queued.
-
-        Returns False, and does nothing, if the stream is being captured.
-        """
-        raise NotImplementedError
-
-    def refuse(self, result: int, stream: int) -> None:
-        """Raise why the driver has refused it on a GPU's stream."""
-        raise NotImplementedError
-
-    def append_after(
-        self,
-        arguments: tuple[bytes, ...],
-        others: tuple[int, ...],
-        stream: int,
-        end: driver.End,
-    ) -> bool:
-        """Launch it on a GPU's stream after the present work of others, and mark its end.
-
-        Returns False, and does nothing, if one of these streams is being captured. If an error is
-        raised and `end` has its entry, the launch runs, and its end is not marked.
-        """
-        raise NotImplementedError
-
-    def among(self, arguments: tuple[bytes, ...], others: tuple[int, ...]) -> bool:
-        """Launch it on a GPU's own stream, between the present and the later work of others.
-
-        Returns False, and does nothing, if one of these streams is being captured.
-        """
-        raise NotImplementedError
 
 
 TIMEOUT_S = 60.0
@@ -164,6 +119,10 @@ class Device(endings.Closing, ABC):
         self._closed = False
         self._built_in: dict[Policy, dict[str, LoadedKernel]] = {}
         self._programs: dict[str, LoadedProgram] = {}
+        # Launches know their device, so it must not keep them.
+        self._kernels: weakref.WeakValueDictionary[Policy, BuiltInKernels] = (
+            weakref.WeakValueDictionary()
+        )
         # By process, for `transfer.pool_of`.
         self.pools: dict[int, Any] = {}
         # Caches, which the device closes after its arrays.
@@ -347,6 +306,13 @@ class Device(endings.Closing, ABC):
             )
         return found
 
+    def kernels_for(self, policy: Policy) -> BuiltInKernels:
+        """Return the launches of built-in kernels that all callers with such caches share."""
+        found = self._kernels.get(policy)
+        if found is None:
+            found = self._kernels[policy] = BuiltInKernels(self, policy)
+        return found
+
     def _find_built_in(self, name: str, policy: Policy) -> LoadedKernel:
         kernels = self._built_in.setdefault(policy, {})
         if f"fw_{name}" not in kernels:
@@ -497,6 +463,12 @@ class Device(endings.Closing, ABC):
     @abstractmethod
     def event(self) -> Event:
         """Create an event that can measure time."""
+
+    def mark(self, stream: object) -> Event:
+        """Return an event at the present end of a stream; closing it gives it back to a pool."""
+        event = self.event()
+        event.record(stream)
+        return event
 
     def wait_any(self, events: Sequence[Event], seconds: float) -> None:
         """Wait until one of these events is done, but no longer than this. Raises nothing."""

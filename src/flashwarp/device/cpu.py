@@ -17,8 +17,9 @@ from flashwarp import _native, config, endings
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.config import integer
 from flashwarp.device import host_memory, shared_memory
-from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch
+from flashwarp.device.base import TIMEOUT_S, Device, Event
 from flashwarp.device.foreign import Stream
+from flashwarp.device.launches import Launch
 from flashwarp.device.memory import (
     DeviceMemory,
     Exported,
@@ -194,6 +195,7 @@ class CpuDevice(Device):
         self.prepare(kernel, warps)(arguments, None, uses)
 
     def prepare(self, kernel: LoadedKernel, warps: int | None, block_threads: int = 256) -> Launch:
+        self._check_usable()
         return _CpuLaunch(self, kernel, warps)
 
     def _release(self) -> None:
@@ -230,8 +232,9 @@ class CpuDevice(Device):
 class _CpuLaunch(Launch):
     def __init__(self, device: CpuDevice, kernel: LoadedKernel, warps: int | None) -> None:
         self._device = device
-        self._program, self._index = kernel.handle
+        program, index = kernel.handle
         self._threads = device.threads if warps is None else min(warps, device.threads)
+        self.plan = _native.Plan.on_cpu(device._pool, program, index, max(0, self._threads))
 
     def __call__(
         self,
@@ -245,7 +248,7 @@ class _CpuLaunch(Launch):
         if self._threads <= 0:
             return
         try:
-            device._pool.launch_program(self._program, self._index, arguments, self._threads, uses)
+            self.plan.run(arguments, uses)
         except FlashwarpError:
             raise
         except RuntimeError as error:

@@ -17,8 +17,9 @@ from flashwarp import _native, endings
 from flashwarp._jit import driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp._waiting import saying_if_slow
-from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch, quietly
+from flashwarp.device.base import TIMEOUT_S, Device, Event, quietly
 from flashwarp.device.foreign import ArrayView, Stream, stream_handle
+from flashwarp.device.launches import Launch
 from flashwarp.device.memory import (
     DeviceMemory,
     Exported,
@@ -289,7 +290,7 @@ class CudaDevice(Device):
         blocks = self._blocks(module, function, warps, block_threads)
         return _CudaLaunch(self, function, blocks, block_threads)
 
-    @property
+    @functools.cached_property
     def launching(self) -> _native.Launching:
         """What the extension launches with."""
         own, mark = self._stream.handle, self._mark
@@ -395,6 +396,9 @@ class CudaDevice(Device):
     def event(self) -> Event:
         return _CudaEvent(self)
 
+    def mark(self, stream: object) -> Event:
+        return _Mark(self.context, self._handle(stream))
+
     def wait_any(self, events: Sequence[Event], seconds: float) -> None:
         self.context.wait_any([event.handle for event in events], seconds)
 
@@ -423,6 +427,7 @@ class CudaDevice(Device):
         with self._lock:
             if self._closed:
                 return
+            self.launching.closed = True
             super()._release()
             if self.context.usable:
                 self._close_context()
@@ -445,16 +450,13 @@ class CudaDevice(Device):
 
 
 class _CudaLaunch(Launch):
-    # For the extension: the kernel, and its blocks and their threads.
-    size: tuple[int, int, int]
-
     def __init__(
         self, device: CudaDevice, kernel: driver.Kernel, blocks: int, block_threads: int
     ) -> None:
         self._device = device
         self._context = device.context
         self._size = kernel, blocks, block_threads
-        self.size = kernel.handle, blocks, block_threads
+        self.plan = _native.Plan.on_gpu(kernel.handle, blocks, block_threads)
         self._own = (device._stream.handle,)
 
     def __call__(
@@ -500,6 +502,32 @@ class _CudaLaunch(Launch):
         return self._context.launch_among(
             others, True, self._device._mark, self._size, arguments, *self._own
         )
+
+
+class _Mark(Event):
+    """An event of the context's pool, which destroys it at the end."""
+
+    def __init__(self, context: driver.Context, stream: int) -> None:
+        self._context = context
+        self.handle = context.take_event()
+        self.record(stream)
+
+    def record(self, stream: object = None) -> None:
+        self._context.record(self.handle, stream_handle(stream))
+
+    def done(self) -> bool:
+        return self._context.event_done(self.handle)
+
+    def wait_on(self, stream: object) -> None:
+        self._context.call("cuStreamWaitEvent", stream_handle(stream), self.handle, 0)
+
+    def elapsed_ms(self, start: Event) -> float:
+        raise ArgumentError("a mark measures no time: use Device.event")
+
+    def close(self) -> None:
+        handle, self.handle = self.handle, 0
+        if handle:
+            self._context.give_event(handle)
 
 
 class _CudaEvent(Owned, Event):

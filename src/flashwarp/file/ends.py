@@ -1,60 +1,17 @@
-"""How files end: what one holds while it is open, and the end and lock of an ordinary file."""
+"""How ordinary files end: their end and their lock while they are open for writing."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
 
-from flashwarp import _native, endings
+from flashwarp import _native
 from flashwarp.errors import StorageError
-from flashwarp.file.kernel_file import read_size
 from flashwarp.storage import files
 
-if TYPE_CHECKING:
-    from flashwarp.file.file import File
-
-__all__ = ["EndOf", "Opened", "drafted"]
-
-
-class Opened:
-    """What a file holds until its end, which the registry of `endings` may be the one to see."""
-
-    def __init__(self, file: File, held: ExitStack) -> None:
-        self.device = file.device
-        self.closed = False
-        self._array, self._state, self._image = file.array, file._state, file.image
-        self._end_of = file._end_of
-        self._writable = file.writable
-        self._held = held
-        self._pid = os.getpid()
-        endings.remember(self)
-
-    @property
-    def in_child(self) -> bool:
-        """Whether this process is a forked child of the one that opened the file."""
-        return os.getpid() != self._pid
-
-    def close(self) -> None:
-        """Give the file its size, and release everything. May be called twice."""
-        if self.closed:
-            return
-        self.closed = True
-        endings.forget(self)
-        if self.in_child:
-            return
-        with self._held:
-            if self._writable and not self._array.closed:
-                try:
-                    self._array.synchronize()
-                finally:
-                    size = read_size(self.device, self._state)
-                    if self._end_of is not None:
-                        self._end_of.size = size
-                    if self._image is not None:
-                        self._image.note_size(size)
+__all__ = ["EndOf", "drafted"]
 
 
 class EndOf:

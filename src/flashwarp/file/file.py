@@ -27,10 +27,10 @@ from flashwarp.errors import (
     ReadOnlyError,
     SharedCacheError,
 )
-from flashwarp.file.ends import EndOf, Opened, drafted
+from flashwarp.file.ends import EndOf, drafted
 from flashwarp.file.gvdk import Gvdk, Recovered, Report, is_gvdk
 from flashwarp.file.gvdk.making import exported
-from flashwarp.file.kernel_file import LINES_AHEAD_MAX, KernelFile
+from flashwarp.file.kernel_file import LINES_AHEAD_MAX, KernelFile, read_size
 from flashwarp.file.transfers import FileBytes
 from flashwarp.nvme import Controller
 from flashwarp.storage import files, npy, source
@@ -542,3 +542,41 @@ def _of_shared(
     own = Cache(capacity, line or LINE_DEFAULT, device=resolve(device), shared=name)
     made.callback(own.close)
     return own
+
+
+class Opened:
+    """What a file holds until its end, which the registry of `endings` may be the one to see."""
+
+    def __init__(self, file: File, held: ExitStack) -> None:
+        self.device = file.device
+        self.closed = False
+        self._array, self._state, self._image = file.array, file._state, file.image
+        self._end_of = file._end_of
+        self._writable = file.writable
+        self._held = held
+        self._pid = os.getpid()
+        endings.remember(self)
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this process is a forked child of the one that opened the file."""
+        return os.getpid() != self._pid
+
+    def close(self) -> None:
+        """Give the file its size, and release everything. May be called twice."""
+        if self.closed:
+            return
+        self.closed = True
+        endings.forget(self)
+        if self.in_child:
+            return
+        with self._held:
+            if self._writable and not self._array.closed:
+                try:
+                    self._array.synchronize()
+                finally:
+                    size = read_size(self.device, self._state)
+                    if self._end_of is not None:
+                        self._end_of.size = size
+                    if self._image is not None:
+                        self._image.note_size(size)

@@ -283,10 +283,11 @@ FW_DEVICE void gather_by_thread(const row_params& p) {
   const uint32_t batch = p.batch < reader::kBatch ? p.batch : reader::kBatch;
   const uint64_t line = cache::line_bytes(p.geometry);
   const uint64_t piece_bytes = p.indices != nullptr && p.row_bytes < line ? p.row_bytes : line;
-  warp::item_loop loop(segment_count(p), (kTakenBytes / piece_bytes / batch + 1) * batch);
+  const uint64_t segments = segment_count(p);
+  warp::item_loop loop(segments, (kTakenBytes / piece_bytes / batch + 1) * batch);
   cache::tally tally;
   cache::tally ahead;
-  reader pieces_of(p.geometry, v, cache::streams(p.geometry, bytes_asked_for(p)));
+  reader pieces_of(p.geometry, v, cache::around_for(p.geometry, segments, bytes_asked_for(p)));
   const uint64_t line_begin = v.line_begin;
   cache::refresh(c, v, mask);
   // Segments in a row that needed neither a wait nor a prefetch.

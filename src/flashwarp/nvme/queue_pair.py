@@ -15,6 +15,7 @@ from flashwarp import _native, endings
 from flashwarp.device import Device
 from flashwarp.device.memory import DeviceMemory, align_up
 from flashwarp.endings import NotCopied
+from flashwarp.transfer import pool_of
 
 __all__ = [
     "DATA_PATHS",
@@ -220,7 +221,9 @@ class QueuePairs(NotCopied):
         self.depth = depth
         self.path = path
         self._buffers = (
-            device.allocate_host(count * depth * buffer_bytes, max(4096, buffer_bytes))
+            pool_of(device).reserve(
+                "slots of queue pairs", count * depth * buffer_bytes, max(4096, buffer_bytes)
+            )
             if path == "bounce" or leased
             else None
         )

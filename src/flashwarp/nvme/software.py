@@ -313,8 +313,8 @@ class SoftwareService(Service):
             self.needs_wake = storage.writable
         if cached_reads:
             self.reason += (
-                "; what is in the page cache takes no commands, and leaves no lines if a gather is "
-                "larger than the cache"
+                "; what is in the page cache takes no commands, and leaves few lines if a gather "
+                "is of 256 lines or more, none if it is larger than the cache"
             )
         files = [member for member in members_of(storage) if isinstance(member, File)]
         self._files = [file.native for file in files]

@@ -7,6 +7,7 @@ checks its arguments. A `flashwarp.Array` becomes an `fw::array<T>` by value.
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -235,7 +236,8 @@ class Kernel(endings.NotCopied):
         self._short = None
         if isinstance(device, devices.CudaDevice):
             kinds = [(param.kind, param.nbytes) for param in self._params]
-            self._short = _native.KernelCalls(device, device.launching, kinds)
+            calls_of = operator.attrgetter("_attachment.row_calls")
+            self._short = _native.KernelCalls(device, device.launching, calls_of, kinds)
 
     @property
     def resources(self) -> KernelResources | None:

@@ -42,8 +42,6 @@ _BYTES_WORTH_A_THREAD = 64 << 10
 # A GPU that has this many times the warps that fill it is better given longer runs.
 _WARPS_WANTED = 2
 
-_PREPARED_MAX = 256
-
 _CALL = struct.Struct("=12Q6I")
 assert LookupParams.ids.offset + _CALL.size == ctypes.sizeof(LookupParams)
 
@@ -298,7 +296,7 @@ class Lookup:
             empty = bytes(ctypes.sizeof(LookupTableStruct))
             self._members = empty + struct.pack("=Q", self._memory.address)
         self._on_cpu = self.device.kind == "cpu"
-        self._prepared: dict[tuple[str, int], Launch] = {}
+        self._kernels = self.device.kernels_for(self._policy)
         # Ids below 0 are out of bounds, as torch has it.
         rows = self.tables[0].rows
         self._counting = (rows.stop, rows.start, 0)
@@ -489,21 +487,9 @@ class Lookup:
         if self._on_cpu:
             moved = ids.count * max(table.row_bytes for table in self.tables)
             warps = max(1, min(warps, moved // _BYTES_WORTH_A_THREAD))
-        launch = self._prepare(name, warps, len(params))
+        launch = self._kernels.launch_of(name, warps, len(params))
         act = functools.partial(self._launch_in_turn, launch, params, ids, stream)
         endings.holding(self._turns, act)
-
-    def _prepare(self, name: str, warps: int, param_bytes: int) -> Launch:
-        # More warps than any GPU runs at a time make no other launch.
-        warps = min(warps, 8 * self.device.warps_at_once) if not self._on_cpu else warps
-        launch = self._prepared.get((name, warps))
-        if launch is None:
-            kernel = self.device.built_in(name, self._policy, param_bytes)
-            launch = self.device.prepare(kernel, warps, self.device.block_threads_for(warps))
-            if len(self._prepared) >= _PREPARED_MAX:
-                self._prepared.clear()
-            self._prepared[name, warps] = launch
-        return launch
 
     def _launch_in_turn(self, launch: Launch, params: bytes, ids: Ids, stream: int | None) -> None:
         # Taken before the look: what `close` frees later stays until the launch has ended.

@@ -7,6 +7,7 @@ part in has ended, whichever comes last. So nothing is overwritten while it is r
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -56,6 +57,7 @@ class Block:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.used_s = time.monotonic()
         sizes = (PIECE_BYTES, _HUGE_PAGE_BYTES, _PAGE_BYTES)
         alignment = next((each for each in sizes if nbytes >= each), _PAGE_BYTES)
         self.memory: DeviceMemory = host_only(device, nbytes, alignment)

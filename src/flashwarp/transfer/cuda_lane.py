@@ -16,10 +16,10 @@ from flashwarp.transfer.ticket import After, Direction, Piece, Ticket
 
 __all__ = ["CudaLane", "direction_of"]
 
-# Events are made so many at a time, and no more than this in all; then a copy waits for an earlier
-# one to end.
-_EVENTS_AT_A_TIME = 16
-_EVENTS_MAX = 1024
+# So many copies are queued before their ends are looked for, and so many in all: then a copy waits
+# for an earlier one to end.
+_SWEPT_AT = 16
+_IN_FLIGHT_MAX = 1024
 
 # Shorter copies take their time from the launch, not from the link.
 _MEASURED_BYTES_MIN = 1 << 20
@@ -37,20 +37,11 @@ class CudaLane:
         self._tickets: deque[Ticket] = deque()
         self._failed: list[Ticket] = []
         self._stream = device.create_stream()
-        self._events: list[int] = []
-        self._free: list[int] = []
         # Used inside of one call of the driver only; and those of the copy that is measured.
-        self._mark = self._create(timing=False)
-        self._timers = [(self._create(timing=True), self._create(timing=True))]
-        self._more_events()
-
-    def _create(self, *, timing: bool) -> int:
-        event = self._context.create_event(timing=timing)
-        self._events.append(event)
-        return event
-
-    def _more_events(self) -> None:
-        self._free += [self._create(timing=False) for _ in range(_EVENTS_AT_A_TIME)]
+        self._mark = self._context.take_event()
+        self._context.provide_events(_SWEPT_AT)
+        self._timed = [self._context.create_event(timing=True) for _ in range(2)]
+        self._timers = [(self._timed[0], self._timed[1])]
 
     # Copies.
 
@@ -79,23 +70,16 @@ class CudaLane:
             raise
 
     def _take_event(self) -> int:
-        if not self._free:
-            self.sweep()
-        if not self._free and len(self._events) < _EVENTS_MAX:
-            self._more_events()
-        if not self._free:
-            waited = _waiting.until(self._has_free, TIMEOUT_S)
-            if waited is not None:
-                raise DeviceTimeout(
-                    f"{len(self._tickets)} copies are in flight, and none ended in {waited:.1f} s "
-                    f"(limit {TIMEOUT_S:g} s): a word that they wait for was not stored, or the "
-                    "work that they come after still runs"
-                )
-        return self._free.pop()
-
-    def _has_free(self) -> bool:
-        self.sweep()
-        return bool(self._free)
+        waited = None
+        if len(self._tickets) >= _SWEPT_AT:
+            waited = _waiting.until(lambda: self.in_flight() < _IN_FLIGHT_MAX, TIMEOUT_S)
+        if waited is not None:
+            raise DeviceTimeout(
+                f"{len(self._tickets)} copies are in flight, and none ended in {waited:.1f} s "
+                f"(limit {TIMEOUT_S:g} s): a word that they wait for was not stored, or the "
+                "work that they come after still runs"
+            )
+        return self._context.take_event()
 
     def sweep(self) -> None:
         if self._tickets and self._context.usable:
@@ -128,7 +112,7 @@ class CudaLane:
         if begin:
             self._timers.append((begin, event))
         elif event:
-            self._free.append(event)
+            self._context.give_event(event)
 
     def in_flight(self) -> int:
         self.sweep()
@@ -151,10 +135,10 @@ class CudaLane:
         return [each.error for each in failed if not each.seen and each.error is not None]
 
     def close(self) -> None:
-        for event in self._events:
+        for event in self._timed:
             quietly(self._context.releasing("cuEventDestroy", event))
-        self._events.clear()
-        self._free.clear()
+        self._timed.clear()
+        self._context.give_event(self._mark)
         self._stream.close()
 
 

@@ -5,7 +5,7 @@ clients together leave the others theirs, so no client waits for ever for anothe
 holds a buffer never waits for one: it is refused. What a client needs for long is reserved: it has
 its budget for itself.
 
-A floor stays pinned between uses. The rest is given back once nobody has asked for a buffer for a
+A floor stays pinned between uses. A block above it is given back when nobody has used it for a
 while and the device is idle, piece by piece.
 """
 
@@ -43,11 +43,15 @@ _BUFFER_BYTES = 16 << 20
 # A block that is larger than this many times what is asked for is not lent for it.
 _WASTE = 2
 _SMALL_BYTES = 1 << 20
-# What is lent to all clients of a device at a time, unless one has a larger budget.
 _LENT_BYTES_MAX = 1 << 30
-# What stays pinned: what a load and a checkpoint pass through.
 _FLOOR_BYTES = 256 << 20
-# It is given back when nobody has asked for a buffer for so long; looked at from time to time.
+BOUNDS = (
+    f"transfers have at most {_LENT_BYTES_MAX >> 30} GiB of a GPU's, or the largest budget of one "
+    f"of them, besides what is reserved; {_FLOOR_BYTES >> 20} MiB stay pinned between them"
+)
+"""Of what is lent to all clients of a device at a time, and of what a load and a checkpoint pass
+through; for people."""
+# A block is given back when nobody has used it for so long; looked at from time to time.
 _IDLE_S = 10.0
 _LOOK_S = 0.1
 _PAUSE_S = 100e-6
@@ -103,7 +107,6 @@ class Pool:
         # may be lost while this thread holds it.
         self.returned: deque[tuple[TransferClient, Block, list[InFlight]]] = deque()
         self._sorting = False
-        self._asked_s = time.monotonic()
         self._ahead: deque[TransferClient] = deque()
         self._pinning: TransferClient | None = None
         self._keeper: threading.Thread | None = None
@@ -120,6 +123,13 @@ class Pool:
                 kept = sum(each.nbytes for each in memories if not each.closed)
                 found[use] = found.get(use, 0) + kept
         return {use: nbytes for use, nbytes in found.items() if nbytes}
+
+    def note(self, before: str = "") -> str:
+        """Say for people what is pinned, after some text; empty on the CPU device."""
+        if not self._floor:
+            return ""
+        uses = ", ".join(f"{use} {nbytes}" for use, nbytes in self.pinned_bytes.items())
+        return f"{before}pinned bytes: {uses or 0}; at most {self.shared.limit} lent to transfers"
 
     def reserve(self, use: str, nbytes: int, alignment: int = 4096) -> DeviceMemory:
         """Allocate pinned memory that a part of the library keeps, zero-filled.
@@ -173,7 +183,6 @@ class Pool:
     def lend(self, client: TransferClient, nbytes: int, taker: int) -> TransferBuffer | None:
         """Lend a buffer, pinning one if the client may have more; None if it may not."""
         with self.lock:
-            self._asked_s = time.monotonic()
             self.sort_returned()
             client._check_usable()
             block = self._find(client, nbytes)
@@ -181,8 +190,9 @@ class Pool:
                 return self._lent(client, block, nbytes, taker)
             if not client.may_pin(nbytes):
                 return None
+            room = client.room
+            removed = room.surplus(max(room.limit, room.lent + room.free_bytes) - nbytes)
             self._take(client, nbytes)
-            removed = client.room.surplus(client.room.limit)
         for each in removed:
             each.close()
         try:
@@ -203,7 +213,7 @@ class Pool:
         room, most = client.room, max(nbytes * _WASTE, _SMALL_BYTES)
         fits = [
             each
-            for each in room.free.values()
+            for each in reversed(room.free.values())  # so that those not needed grow old
             if nbytes <= each.nbytes <= most and room.allows(client, each.nbytes)
         ]
         return min(fits, key=lambda each: each.nbytes, default=None)
@@ -225,15 +235,21 @@ class Pool:
 
     def sort_returned(self) -> None:
         """Free what came back and no copy uses; look at each once. Under the lock."""
-        if self._sorting:  # a finalizer came in between
-            return
-        self._sorting = True
+        if not self._sorting:  # else a finalizer came in between
+            self._sorting = True
+            try:
+                self._sort_returned()
+            finally:
+                self._sorting = False
+
+    def _sort_returned(self) -> None:
         for _ in range(len(self.returned)):
             client, block, copies = self.returned[0]
             if not all(copy.over() for copy in copies):
                 self.returned.rotate(-1)
                 continue
             self._take(client, -block.nbytes)
+            block.used_s = time.monotonic()
             if not client._closed:
                 client.room.free[block.address] = block
             elif self._floor:
@@ -241,7 +257,6 @@ class Pool:
             else:
                 block.close()
             self.returned.popleft()
-        self._sorting = False
 
     def check_holds_none(self, client: TransferClient, thread: int) -> None:
         """Refuse the wait of a thread that holds a buffer others may wait for."""
@@ -316,11 +331,12 @@ class Pool:
             self._pinning = None
 
     def _give_back(self) -> bool:
-        """Give back a block, once nobody has asked for one for a while."""
+        """Give back the block that has been free for longest, if nobody has used it for a while."""
         with self.lock:
-            if time.monotonic() - self._asked_s < _IDLE_S or not self.shared.free:
+            block = next(iter(self.shared.free.values()), None)
+            if block is None or time.monotonic() - block.used_s < _IDLE_S:
                 return False
-            _, block = self.shared.free.popitem()
+            del self.shared.free[block.address]
         block.close(self._until_idle)
         return True
 

@@ -1,13 +1,11 @@
 // Reads of pieces of lines around the cache, of lines that are in no frame.
 //
 // A warp of a GPU that streams a pipeline's batch does so in kernels/rows.cuh. A thread of the CPU
-// device reads in batches: out of frames, and around the cache if the launch streams. A launch
-// streams if it asks for more bytes than the cache has: its lines would evict each other, and the
-// lines of other launches, before anybody asks for them again. If such a line is in no frame and
-// its bytes are in the page cache, the thread copies them straight to the caller. A fill would move
-// a whole line, and then the same bytes a second time, within one memory. Every other miss fills a
-// frame. A thread takes a batch of pieces at a time, so that the loads of many pieces are in flight
-// together.
+// device takes a batch of pieces at a time, so that the loads of many are in flight together. It
+// copies them out of frames, and around the cache: if a line is in no frame and its bytes are in
+// the page cache, it copies them straight to the caller. A fill would move a whole line, and then
+// the same bytes a second time, within one memory: it takes three times as long, and a later hit
+// saves a tenth of the copy. Every other miss fills a frame.
 #pragma once
 
 #include "flashwarp/cache/access.cuh"
@@ -39,9 +37,22 @@ FW_DEVICE host_sources host_sources_of(const volume& v) {
   return found;
 }
 
-// Whether a launch that asks for `bytes` streams.
-FW_DEVICE bool streams(const geometry& g, uint64_t bytes) {
-  return bytes > g.set_count * g.ways * line_bytes(g);
+// Which absent lines a launch reads around the cache, if the page cache has their bytes.
+enum class around {
+  kNone,
+  kMost,  // all of a batch but one, which it fills: lines that are asked for often enter the cache
+  kAll,
+};
+
+// Fills of so many lines take half a millisecond.
+inline constexpr uint64_t kManyPieces = 256;
+
+// What a launch that asks for so many pieces and bytes reads around the cache. The lines of one
+// that asks for more bytes than the cache has would evict each other, and the lines of other
+// launches, before anybody asks for them again.
+FW_DEVICE around around_for(const geometry& g, uint64_t pieces, uint64_t bytes) {
+  if (bytes > g.set_count * g.ways * line_bytes(g)) return around::kAll;
+  return pieces >= kManyPieces ? around::kMost : around::kNone;
 }
 
 // What a thread saw of a set in which a line was absent. Each claim of a frame adds one to its
@@ -81,15 +92,15 @@ FW_DEVICE bool still_absent(const geometry& g, const set_look& look) {
   return generations == look.generations;
 }
 
-// Serves pieces from frames; if the launch streams, those of absent lines from the page cache. All
-// waits, fills and errors are left to `access`: returns the pieces that it must serve, as bits.
+// Serves pieces from frames, and those of absent lines from the page cache. All waits, fills and
+// errors are left to `access`: returns the pieces that it must serve, as bits.
 template <typename Policy>
 class piece_reader {
  public:
   static constexpr uint32_t kBatch = 32;
 
-  FW_DEVICE piece_reader(const geometry& g, volume& v, bool streams)
-      : geometry_(g), volume_(v), sources_(host_sources_of(v)), streams_(streams) {}
+  FW_DEVICE piece_reader(const geometry& g, volume& v, around which)
+      : geometry_(g), volume_(v), sources_(host_sources_of(v)), around_(which) {}
 
   // Whether the page cache has a piece, so that no access to it waits.
   FW_DEVICE bool is_in_memory(const piece& what) const {
@@ -123,7 +134,9 @@ class piece_reader {
       }
     }
     if (resident != 0) rest &= ~read_resident(pieces, resident, events);
-    if (absent != 0 && streams_ && sources_.any) rest &= ~read_absent(pieces, absent, events);
+    if (around_ == around::kMost) absent &= absent - 1;
+    if (around_ == around::kNone || !sources_.any) absent = 0;
+    if (absent != 0) rest &= ~read_absent(pieces, absent, events);
     return rest;
   }
 
@@ -212,7 +225,7 @@ class piece_reader {
   const geometry& geometry_;
   volume& volume_;
   const host_sources sources_;
-  const bool streams_;
+  const around around_;
   uint64_t bypasses_ = 0;  // pieces that came from the page cache
   set_look looks_[kBatch];
   place at_[kBatch];

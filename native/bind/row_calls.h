@@ -1,20 +1,19 @@
-// The short way of an array's calls whose operands are tensors of torch on its GPU, and what
-// launches of callers' kernels need of an array.
+// An array's calls on rows that need no line of Python: of tensors of torch on its GPU, and of
+// numpy arrays on the CPU device. And what launches of callers' kernels need of an array.
 //
 // A small gather takes less time than describing its operands in Python. Here no line of Python
 // runs unless something needs to be made first, and the driver is asked as little as possible.
-// Whatever is unusual goes the ordinary way, which also raises the errors. Python keeps the state
-// of the array; this looks at it.
+// Whatever is unusual goes the ordinary way, which also raises the errors.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
-#include <atomic>
 #include <cstdint>
-#include <unordered_map>
 #include <vector>
 
 #include "base/fork_guard.h"
+#include "bind/host_arrays.h"
+#include "bind/row_plans.h"
 #include "bind/tensors.h"
 #include "bind/unlocked.h"
 #include "cuda/context.h"
@@ -24,18 +23,6 @@ namespace fw::native {
 
 namespace nb = nanobind;
 
-inline cuda::Handle handle(uintptr_t value) { return reinterpret_cast<cuda::Handle>(value); }
-
-// How many calls of an array moved rows, and how many rows.
-struct Moved {
-  std::atomic<uint64_t> calls{0}, rows{0};
-
-  void add(uint64_t count) {
-    calls.fetch_add(1, std::memory_order_relaxed);
-    rows.fetch_add(count, std::memory_order_relaxed);
-  }
-};
-
 // Where the launches of a GPU go.
 struct Launching {
   nb::object owner;  // of the context
@@ -43,6 +30,7 @@ struct Launching {
   uintptr_t own;   // the library's own stream
   uintptr_t mark;  // an event, for orders of streams
   int ordinal;
+  bool closed = false;
 
   Launching(nb::object context, uintptr_t own, uintptr_t mark, int ordinal)
       : owner(context),
@@ -50,16 +38,6 @@ struct Launching {
         own(own),
         mark(mark),
         ordinal(ordinal) {}
-};
-
-// A launch of one kernel and one size, as `Device.prepare` made it.
-struct Prepared {
-  nb::object launch;  // owns what follows
-  cuda::Handle function = nullptr;
-  uint32_t blocks = 0, block_threads = 0;
-
-  Prepared() = default;
-  explicit Prepared(nb::object made);
 };
 
 // Takes a lock of Python's and gives it back; no signal handler runs between.
@@ -85,60 +63,50 @@ class Turn {
 
 // Attributes that every call reads.
 struct Names {
-  nb::object changes = name("changes"), needs_wake = name("needs_wake"), read = name("_read"),
-             cuda_stream = name("cuda_stream"), requires_grad = name("requires_grad"),
-             own_changes = name("_changes"), attachment = name("_attachment"),
-             tensors = name("tensors"), closed = name("_closed");
+  nb::object changes = name("changes"), needs_wake = name("needs_wake"), wake = name("wake"),
+             look_ahead = name("look_ahead"), cuda_stream = name("cuda_stream"),
+             requires_grad = name("requires_grad");
 
   static nb::object name(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }
   // The handle of a stream in any common form; raises ArgumentError.
   uintptr_t stream_of(nb::handle stream) const;
 };
 
-// A sequence of failures, see `FailureSequence`.
-class Noted {
- public:
-  explicit Noted(nb::object sequence) : sequence_(sequence) {
-    const nb::tuple where(sequence.attr("numbers_at"));
-    first_ = nb::cast<uintptr_t>(where[0]);
-    stride_ = nb::cast<uint64_t>(where[1]);
-    kept_ = nb::cast<uint64_t>(where[2]);
-  }
-  bool unread(const Names& names) const {
-    const uint64_t done = read(names);
-    const auto* number =
-        reinterpret_cast<const volatile uint32_t*>(first_ + done % kept_ * stride_);
-    return *number == uint32_t(done + 1);
+// How far the host has read a sequence of failures, see `FailureSequence`.
+struct FailureMark {
+  uintptr_t first = 0;  // the address of the first entry's number
+  uint64_t stride = 0, kept = 0;
+  uint64_t read = 0;
+
+  bool unread() const {
+    const auto* number = reinterpret_cast<const volatile uint32_t*>(first + read % kept * stride);
+    return *number == uint32_t(read + 1);
   }
   // Whether kernels may have found the record full; then the host must ask the device.
-  bool may_be_full(const Names& names) const { return read(names) >= kept_; }
-
- private:
-  uint64_t read(const Names& names) const { return nb::cast<uint64_t>(sequence_.attr(names.read)); }
-
-  nb::object sequence_;
-  uintptr_t first_;
-  uint64_t stride_, kept_;
+  bool may_be_full() const { return read >= kept; }
 };
 
-class TensorCalls {
+class RowCalls {
  public:
-  TensorCalls(Launching launching, std::vector<int64_t> row_shape, uint64_t row_bytes,
-              nb::object dtype_name, nb::object launcher, nb::object streams,
-              size_t own_members_at);
+  // `launching`: of the array's GPU; null on the CPU device. `dtype_name`: torch's, or none.
+  RowCalls(const Launching* launching, std::vector<int64_t> row_shape, uint64_t row_bytes,
+           int64_t length, nb::object dtype, nb::object dtype_name, nb::object launcher,
+           nb::object streams);
 
-  ~TensorCalls();
+  ~RowCalls();
 
   // Sees the asynchronous calls of the array, and errors that wait to be raised.
   void follow(nb::object in_flight, nb::object lost);
   // The array is closed.
   void shut() { closed_ = true; }
+  // The changes of its storage, as its service counts them, that the array knows. -1: the array was
+  // handed over, and all calls are refused.
+  int64_t changes = 0;
 
   // Returns the rows; None if it goes the ordinary way, and then does nothing. Without a stream it
   // waits for a moment. `end` is told of a launch that has not ended then, or failed.
-  nb::object gather(nb::handle idx, nb::handle out, nb::handle stream, nb::handle changes,
-                    nb::handle end);
-  bool prefetch(nb::handle idx, nb::handle stream, nb::handle changes, nb::handle end);
+  nb::object gather(nb::handle idx, nb::handle out, nb::handle stream, nb::handle end);
+  bool prefetch(nb::handle idx, nb::handle stream, nb::handle end);
   // Returns what an asynchronous gather needs: result, stream, and address of the indices, their
   // number and size, and address of the result. None if it goes the ordinary way.
   nb::object operands(nb::handle idx, nb::handle out, nb::handle stream);
@@ -149,9 +117,9 @@ class TensorCalls {
   nb::handle release() const { return release_; }
   // Null: it keeps no order.
   cuda::Order* order() const { return order_; }
-  bool takes_turns_with(const TensorCalls& other) const { return turn_.is(other.turn_); }
+  bool takes_turns_with(const RowCalls& other) const { return turn_.is(other.turn_); }
   // Whether a launch may use the array, in the turn; if so, wakes what serves it.
-  bool ready(nb::handle changes);
+  bool ready();
   // Notes before a launch that there may be work on a stream; returns whether that was known.
   bool note_stream(nb::handle stream);
   // The launch on a caller's stream has been made, or there is no work on it.
@@ -159,32 +127,36 @@ class TensorCalls {
   void forget_stream(nb::handle stream);
 
  private:
-  enum class Verb : int;
   struct Operands;
-  struct PreparedRows;
 
-  bool quiet(nb::handle changes);
+  nb::object gather_on_host(nb::handle idx, nb::handle out, nb::handle end);
+  bool look_on_host(nb::handle idx, nb::handle out, Operands& operands, HostArray& indices,
+                    HostArray& rows);
+  bool quiet();
+  bool unchanged() const;
   bool failed() const;
   void wake() const;
   bool look_at_indices(nb::handle idx, Operands& operands);
   bool look(nb::handle idx, nb::handle out, nb::handle stream, Operands& operands);
   void know_dtypes();
-  PreparedRows& prepared(Verb verb, const Operands& operands);
-  bool launched(Verb verb, const Operands& operands, bool on_stream, nb::handle end);
+  PreparedRows& prepared(RowSize::Verb verb, const Operands& operands);
+  bool launched(RowSize::Verb verb, const Operands& operands, bool on_stream, nb::handle end);
 
   const uint64_t number_;
-  const Launching launching_;
+  const Launching* const launching_;  // null: on the CPU device
   const std::vector<int64_t> row_shape_;
   const uint64_t row_bytes_;
+  const int64_t length_;
   const nb::object dtype_name_;
-  const size_t own_members_at_;
   const nb::object streams_;
-  const nb::object launcher_, watchers_, service_, moved_object_;
+  const nb::object launcher_, watchers_, service_, moved_object_, plans_object_;
   Moved& moved_;
+  RowPlans& plans_;
   nb::object order_object_;
   cuda::Order* order_ = nullptr;
   nb::object turn_, acquire_, release_, all_streams_, in_flight_, lost_;
-  std::vector<Noted> noted_;
+  std::vector<nb::object> mark_objects_;
+  std::vector<const FailureMark*> marks_;
   const Names names_;
   const ForkGuard fork_;
   bool closed_ = false;
@@ -192,7 +164,7 @@ class TensorCalls {
   Torch torch_;
   nb::object torch_dtype_;
   uint64_t dtype_ = 0, int32_ = 0, int64_ = 0;
-  std::unordered_map<uint64_t, PreparedRows> prepared_;
+  HostArrays host_;
 };
 
 }  // namespace fw::native

@@ -1,0 +1,358 @@
+#include "bind/row_calls.h"
+
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "bind/cuda.h"
+
+void bind_row_calls(nanobind::module_& m);
+
+namespace fw::native {
+
+using cuda::Handle;
+using cuda::kCaptured;
+using cuda::kCaptureImplicit;
+using cuda::kSuccess;
+using cuda::Result;
+
+namespace {
+
+// A wait asks without a pause for this long: most end within it.
+constexpr int64_t kPollUs = 200;
+
+// Returns whether the set had it.
+bool add(nb::handle set, nb::handle value) {
+  const Py_ssize_t before = PySet_Size(set.ptr());
+  if (PySet_Add(set.ptr(), value.ptr()) != 0) throw nb::python_error();
+  return PySet_Size(set.ptr()) == before;
+}
+
+uint64_t next_number() {
+  static std::atomic<uint64_t> numbers{1};
+  return numbers.fetch_add(1, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+uintptr_t Names::stream_of(nb::handle stream) const {
+  const nb::object held = PyLong_CheckExact(stream.ptr())
+                              ? nb::borrow(stream)
+                              : nb::getattr(stream, cuda_stream, nb::none());
+  uintptr_t found = 0;
+  if (PyLong_CheckExact(held.ptr()) && nb::try_cast(held, found)) return found;
+  return staying([&] {
+    const nb::object take = nb::module_::import_("flashwarp.device").attr("stream_handle");
+    return nb::cast<uintptr_t>(take(stream));
+  });
+}
+
+struct RowCalls::Operands {
+  uint64_t indices = 0, rows = 0, count = 0;
+  uint32_t index_bytes = 0;
+  uintptr_t stream = 0;
+  // The axes of the indices; those of the result follow.
+  int axes = 0;
+  int64_t shape[Tensor::kAxesMax] = {};
+  nb::object out;
+
+  // Whether indices and rows have no byte in common.
+  bool apart(uint64_t row_bytes) const {
+    return indices + count * index_bytes <= rows || rows + count * row_bytes <= indices;
+  }
+};
+
+RowCalls::RowCalls(const Launching* launching, std::vector<int64_t> row_shape, uint64_t row_bytes,
+                   int64_t length, nb::object dtype, nb::object dtype_name, nb::object launcher,
+                   nb::object streams)
+    : number_(next_number()),
+      launching_(launching),
+      row_shape_(std::move(row_shape)),
+      row_bytes_(row_bytes),
+      length_(length),
+      dtype_name_(std::move(dtype_name)),
+      streams_(std::move(streams)),
+      launcher_(std::move(launcher)),
+      watchers_(launcher_.attr("watchers")),
+      service_(launcher_.attr("service")),
+      moved_object_(launcher_.attr("moved")),
+      plans_object_(launcher_.attr("plans")),
+      moved_(nb::cast<Moved&>(moved_object_)),
+      plans_(nb::cast<RowPlans&>(plans_object_)),
+      host_(launching == nullptr ? std::move(dtype) : nb::none()) {
+  const nb::object volume = launcher_.attr("volume"), cache = volume.attr("cache");
+  turn_ = cache.attr("turn");
+  acquire_ = turn_.attr("acquire");
+  release_ = turn_.attr("release");
+  all_streams_ = cache.attr("streams");
+  if (!launcher_.attr("order").is_none()) {
+    order_object_ = launcher_.attr("order").attr("native");
+    order_ = nb::cast<cuda::Order*>(order_object_);
+  }
+  for (const char* name : {"commands", "indices"}) {
+    mark_objects_.push_back(volume.attr(name).attr("mark"));
+    marks_.push_back(nb::cast<const FailureMark*>(mark_objects_.back()));
+  }
+}
+
+RowCalls::~RowCalls() = default;
+
+void RowCalls::follow(nb::object in_flight, nb::object lost) {
+  in_flight_ = std::move(in_flight);
+  lost_ = std::move(lost);
+}
+
+nb::object RowCalls::gather(nb::handle idx, nb::handle out, nb::handle stream, nb::handle end) {
+  if (launching_ == nullptr) {
+    return stream.is_none() ? gather_on_host(idx, out, end) : nb::object(nb::none());
+  }
+  if (!torch_.is_tensor(idx) || fork_.in_child()) return nb::none();
+  const Turn turn(acquire_, release_);
+  Operands operands;
+  if (!quiet() || !look(idx, out, stream, operands)) return nb::none();
+  if (!launched(RowSize::Verb::kGather, operands, !stream.is_none(), end)) return nb::none();
+  moved_.add(operands.count);
+  return operands.out;
+}
+
+// Prefetches on the CPU device go the ordinary way.
+bool RowCalls::prefetch(nb::handle idx, nb::handle stream, nb::handle end) {
+  if (launching_ == nullptr || !torch_.is_tensor(idx) || fork_.in_child()) return false;
+  const Turn turn(acquire_, release_);
+  Operands operands;
+  if (!quiet() || !look_at_indices(idx, operands)) return false;
+  operands.stream =
+      stream.is_none() ? torch_.current_stream(launching_->ordinal) : names_.stream_of(stream);
+  return launched(RowSize::Verb::kPrefetch, operands, !stream.is_none(), end);
+}
+
+nb::object RowCalls::operands(nb::handle idx, nb::handle out, nb::handle stream) {
+  Operands found;
+  if (launching_ == nullptr || !torch_.is_tensor(idx) || nb::len(watchers_) != 0 ||
+      !look(idx, out, stream, found)) {
+    return nb::none();
+  }
+  const nb::tuple which = nb::make_tuple(found.indices, found.count, found.index_bytes, found.rows);
+  return nb::make_tuple(found.out, found.stream, which);
+}
+
+nb::object RowCalls::gather_on_host(nb::handle idx, nb::handle out, nb::handle end) {
+  if (!host_.is_array(idx) || fork_.in_child()) return nb::none();
+  const Turn turn(acquire_, release_);
+  Operands operands;
+  HostArray indices, rows;
+  if (!quiet() || !look_on_host(idx, out, operands, indices, rows)) return nb::none();
+  // The launcher wakes what serves the array, and says what the launch uses.
+  const nb::object uses = staying([&] { return launcher_.attr(names_.wake)(); });
+  const uint64_t ahead =
+      staying([&] { return nb::cast<uint64_t>(launcher_.attr(names_.look_ahead)()); });
+  const PreparedRows& found = prepared(RowSize::Verb::kGather, operands);
+  // A copy: the plan may be forgotten meanwhile.
+  RowParameter parameter = found.parameter;
+  const Plan plan = found.plan;
+  const nb::object launch = found.launch;
+  parameter.point_to(operands.indices, operands.count, operands.rows);
+  parameter.look_ahead(ahead);
+  const std::vector<Controller*> controllers = controllers_of(uses);
+  const void* const arguments[] = {parameter.data()};
+  if (!unlocked(
+          [&] { return plan.pool->launch(*plan.kernel, arguments, plan.threads, controllers); })) {
+    return nb::none();
+  }
+  moved_.add(operands.count);
+  if (failed()) staying([&] { end("gather", nb::none(), launch, 0); });
+  return operands.out;
+}
+
+// Looks at operands of the CPU device, and makes the result.
+bool RowCalls::look_on_host(nb::handle idx, nb::handle out, Operands& operands, HostArray& indices,
+                            HostArray& rows) {
+  if (row_bytes_ == 0 || !indices.take(idx, false)) return false;
+  operands.index_bytes = indices.index_bytes();
+  if (operands.index_bytes == 0 || indices.nbytes() == 0) return false;
+  operands.count = indices.nbytes() / operands.index_bytes;
+  operands.indices = indices.address();
+  if (!all_within(indices, length_)) return false;
+  std::vector<int64_t> shape(indices.shape(), indices.shape() + indices.axes());
+  shape.insert(shape.end(), row_shape_.begin(), row_shape_.end());
+  operands.out = out.is_none() ? host_.empty(shape) : nb::borrow(out);
+  if (!operands.out.is_valid()) return false;
+  const bool given = !out.is_none();
+  if (given && (!host_.is_array(out) || !host_.has_dtype(out))) return false;
+  if (!rows.take(operands.out, true)) return false;
+  if (given && !std::equal(shape.begin(), shape.end(), rows.shape(), rows.shape() + rows.axes())) {
+    return false;
+  }
+  operands.rows = rows.address();
+  return operands.apart(row_bytes_);
+}
+
+// Whether nothing needs to be raised or done before a call.
+bool RowCalls::quiet() {
+  if (closed_ || nb::len(watchers_) != 0 || nb::len(lost_) != 0) return false;
+  for (const FailureMark* each : marks_) {
+    if (each->unread()) return false;
+  }
+  for (nb::handle calls : in_flight_) {
+    if (nb::len(calls) == 0) continue;
+    if (launching_ == nullptr) return false;  // the call may have to come behind these
+    if (end_calls(launching_->context, in_flight_) != Left::kNothing) return false;
+    break;
+  }
+  return unchanged();
+}
+
+bool RowCalls::unchanged() const {
+  return staying([&] { return nb::cast<int64_t>(service_.attr(names_.changes)) == changes; });
+}
+
+bool RowCalls::failed() const {
+  for (const FailureMark* each : marks_) {
+    if (each->unread() || each->may_be_full()) return true;
+  }
+  return false;
+}
+
+void RowCalls::wake() const {
+  staying([&] {
+    if (nb::cast<bool>(service_.attr(names_.needs_wake))) service_.attr("wake")();
+  });
+}
+
+bool RowCalls::ready() {
+  if (closed_ || fork_.in_child() || !unchanged()) return false;
+  wake();
+  return true;
+}
+
+bool RowCalls::note_stream(nb::handle stream) { return add(streams_, stream); }
+
+void RowCalls::keep_stream(nb::handle stream) { add(all_streams_, stream); }
+
+void RowCalls::forget_stream(nb::handle stream) { PySet_Discard(streams_.ptr(), stream.ptr()); }
+
+bool RowCalls::look_at_indices(nb::handle idx, Operands& operands) {
+  Tensor seen;
+  if (!torch_.describe(idx, seen) || seen.ordinal != launching_->ordinal || seen.count == 0 ||
+      row_bytes_ == 0) {
+    return false;
+  }
+  know_dtypes();
+  if (seen.dtype != int64_ && seen.dtype != int32_) return false;
+  operands.indices = seen.address;
+  operands.count = seen.count;
+  operands.index_bytes = seen.dtype == int64_ ? 8 : 4;
+  operands.axes = seen.axes;
+  std::copy(seen.shape, seen.shape + seen.axes, operands.shape);
+  return true;
+}
+
+bool RowCalls::look(nb::handle idx, nb::handle out, nb::handle stream, Operands& operands) {
+  if (!look_at_indices(idx, operands) || dtype_ == 0) return false;
+  const int axes = operands.axes + int(row_shape_.size());
+  if (axes > Tensor::kAxesMax) return false;
+  std::copy(row_shape_.begin(), row_shape_.end(), operands.shape + operands.axes);
+  const bool follows = stream.is_none();
+  const uintptr_t current =
+      follows || out.is_none() ? torch_.current_stream(launching_->ordinal) : 0;
+  operands.stream = follows ? current : names_.stream_of(stream);
+  Tensor seen;
+  if (out.is_none()) {
+    // torch lends memory for its current stream.
+    if (operands.stream != current) return false;
+    operands.out = staying([&] { return torch_.empty(operands.shape, axes, torch_dtype_, idx); });
+    if (!torch_.describe(operands.out, seen)) return false;
+  } else {
+    if (!torch_.is_tensor(out) || !torch_.describe(out, seen) ||
+        seen.ordinal != launching_->ordinal || seen.dtype != dtype_ || seen.axes != axes ||
+        !std::equal(seen.shape, seen.shape + axes, operands.shape) ||
+        nb::cast<bool>(out.attr(names_.requires_grad))) {
+      return false;
+    }
+    operands.out = nb::borrow(out);
+  }
+  operands.rows = seen.address;
+  return operands.apart(row_bytes_);
+}
+
+void RowCalls::know_dtypes() {
+  if (int64_ != 0) return;
+  torch_dtype_ =
+      dtype_name_.is_none() ? nb::none() : torch_.dtype_named(nb::cast<const char*>(dtype_name_));
+  if (!torch_dtype_.is_none()) dtype_ = torch_.dtype(torch_dtype_);
+  int32_ = torch_.dtype(torch_.dtype_named("int32"));
+  int64_ = torch_.dtype(torch_.dtype_named("int64"));
+}
+
+PreparedRows& RowCalls::prepared(RowSize::Verb verb, const Operands& operands) {
+  const RowSize size = {verb, uint8_t(operands.index_bytes), 0, operands.count, {}};
+  return plans_.of(launcher_, size, operands.rows);
+}
+
+// Launches, and returns false if the stream is being captured. In the turn.
+bool RowCalls::launched(RowSize::Verb verb, const Operands& operands, bool on_stream,
+                        nb::handle end) {
+  wake();
+  PreparedRows& found = prepared(verb, operands);
+  // No code of Python runs from here to the launch, so no signal handler makes another call.
+  found.parameter.point_to(operands.indices, operands.count, operands.rows);
+  const nb::object stream = nb::cast(operands.stream);
+  const bool known = note_stream(stream);
+  void* params[] = {found.parameter.data()};
+  Result result = kSuccess, waited = kSuccess;
+  unlocked([&] {
+    const cuda::Context& context = launching_->context;
+    const Handle here = handle(operands.stream), before[] = {handle(launching_->own)};
+    const cuda::Accessed accessed[] = {{order_, false}};
+    result = context.launch_among(before, false, handle(launching_->mark), found.plan.function,
+                                  found.plan.blocks, found.plan.block_threads, params, here,
+                                  {accessed, order_ == nullptr ? 0u : 1u});
+    if (result == kSuccess && !on_stream) waited = context.poll(here, kPollUs);
+  });
+  if (result != kSuccess && !known) forget_stream(stream);  // which may not exist
+  if (result == kCaptured || result == kCaptureImplicit) return false;
+  if (result == kSuccess && on_stream) {
+    keep_stream(stream);
+  } else if (result == kSuccess && waited == kSuccess && !failed()) {
+    forget_stream(stream);
+  } else {
+    const nb::object launch = found.launch;
+    staying([&] { end(name_of(verb), operands.stream, launch, int(result)); });
+  }
+  return true;
+}
+
+}  // namespace fw::native
+
+void bind_row_calls(nanobind::module_& m) {
+  namespace nb = nanobind;
+  using fw::native::FailureMark;
+  using fw::native::Launching;
+  using fw::native::RowCalls;
+  nb::class_<Launching>(m, "Launching")
+      .def(nb::init<nb::object, uintptr_t, uintptr_t, int>(), nb::arg("context"), nb::arg("own"),
+           nb::arg("mark"), nb::arg("ordinal"))
+      .def_rw("closed", &Launching::closed);
+  nb::class_<FailureMark>(m, "FailureMark")
+      .def(nb::init<uintptr_t, uint64_t, uint64_t>(), nb::arg("first"), nb::arg("stride"),
+           nb::arg("kept"))
+      .def_rw("read", &FailureMark::read)
+      .def_prop_ro("unread", &FailureMark::unread);
+  nb::class_<RowCalls>(m, "RowCalls")
+      .def(nb::init<const Launching*, std::vector<int64_t>, uint64_t, int64_t, nb::object,
+                    nb::object, nb::object, nb::object>(),
+           nb::arg("launching").none(), nb::arg("row_shape"), nb::arg("row_bytes"),
+           nb::arg("length"), nb::arg("dtype").none(), nb::arg("dtype_name").none(),
+           nb::arg("launcher"), nb::arg("streams"), nb::keep_alive<1, 2>())
+      .def_rw("changes", &RowCalls::changes)
+      .def("follow", &RowCalls::follow, nb::arg("in_flight"), nb::arg("lost"))
+      .def("shut", &RowCalls::shut)
+      .def("gather", &RowCalls::gather, nb::arg("idx").none(), nb::arg("out").none(),
+           nb::arg("stream").none(), nb::arg("end"))
+      .def("prefetch", &RowCalls::prefetch, nb::arg("idx").none(), nb::arg("stream").none(),
+           nb::arg("end"))
+      .def("operands", &RowCalls::operands, nb::arg("idx").none(), nb::arg("out").none(),
+           nb::arg("stream").none());
+}

@@ -1,0 +1,135 @@
+#include "bind/row_plans.h"
+
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "bind/unlocked.h"
+#include "cpu/cpu_program.h"
+
+void bind_row_plans(nanobind::module_& m);
+
+namespace fw::native {
+namespace {
+
+Plan gpu_plan(uintptr_t function, uint32_t blocks, uint32_t block_threads) {
+  Plan plan;
+  plan.function = handle(function);
+  plan.blocks = blocks;
+  plan.block_threads = block_threads;
+  return plan;
+}
+
+Plan cpu_plan(CpuPool& pool, const CpuProgram& program, uint32_t index, uint32_t threads) {
+  if (index >= program.kernel_count()) throw nb::index_error("the program has no such kernel");
+  Plan plan;
+  plan.pool = &pool;
+  plan.kernel = &program.kernel(index);
+  plan.threads = threads;
+  return plan;
+}
+
+// Runs a plan of the CPU device.
+void run(const Plan& plan, const std::vector<nb::bytes>& arguments, nb::handle uses) {
+  const entry& kernel = *plan.kernel;
+  if (arguments.size() != kernel.param_count) {
+    throw nb::value_error(("the kernel takes " + std::to_string(kernel.param_count) +
+                           " arguments, not " + std::to_string(arguments.size()))
+                              .c_str());
+  }
+  std::vector<const void*> addresses;
+  for (uint32_t i = 0; i < kernel.param_count; i++) {
+    if (arguments[i].size() != kernel.params[i].bytes) {
+      throw nb::value_error(("argument " + std::to_string(i) + " has " +
+                             std::to_string(arguments[i].size()) + " bytes, not " +
+                             std::to_string(kernel.params[i].bytes))
+                                .c_str());
+    }
+    addresses.push_back(arguments[i].c_str());
+  }
+  const std::vector<Controller*> controllers = controllers_of(uses);
+  if (!unlocked(
+          [&] { return plan.pool->launch(kernel, addresses.data(), plan.threads, controllers); })) {
+    throw std::runtime_error("the pool was closed, or belongs to the parent process");
+  }
+}
+
+using Counting = std::array<uint64_t, 3>;
+
+nb::tuple gather(RowPlans& plans, nb::handle launcher, uint64_t indices, uint64_t count,
+                 uint32_t index_bytes, uint64_t rows, std::optional<Counting> counting) {
+  RowSize size = {RowSize::Verb::kGather, uint8_t(index_bytes), 0, count, {}};
+  if (counting) size.counting = *counting;
+  PreparedRows& found = plans.of(launcher, size, rows);
+  found.parameter.point_to(indices, count, rows);
+  return nb::make_tuple(found.launch, nb::bytes(found.parameter.data(), found.parameter.nbytes()));
+}
+
+}  // namespace
+
+Prepared::Prepared(nb::object made) : launch(std::move(made)) {
+  plan = nb::cast<const Plan&>(launch.attr("plan"));
+}
+
+PreparedRows::PreparedRows(nb::object made, const nb::bytes& parameter, const RowMembers& members)
+    : Prepared(std::move(made)), parameter(parameter.c_str(), parameter.size(), members) {}
+
+PreparedRows& RowPlans::of(nb::handle launcher, RowSize size, uint64_t rows) {
+  size.alignment = uint8_t(rows % RowSize::kAlignmentMax);
+  if (PreparedRows* found = plans_.find(size)) return *found;
+  const nb::tuple made = staying([&] {
+    const nb::object counting =
+        size.counting == Counting{} ? nb::none() : nb::cast(nb::tuple(nb::cast(size.counting)));
+    return nb::tuple(launcher.attr("prepare_rows")(name_of(size.verb), size.count, size.index_bytes,
+                                                   rows, counting));
+  });
+  return plans_.keep(size, PreparedRows(made[0], nb::bytes(made[1]), members_));
+}
+
+const char* name_of(RowSize::Verb verb) {
+  return verb == RowSize::Verb::kGather ? "gather" : "prefetch";
+}
+
+std::vector<Controller*> controllers_of(nb::handle uses) {
+  std::vector<Controller*> result;
+  for (nb::handle each : uses) {
+    Controller* controller = nullptr;
+    if (nb::try_cast(each, controller)) result.push_back(controller);
+  }
+  return result;
+}
+
+}  // namespace fw::native
+
+void bind_row_plans(nanobind::module_& m) {
+  namespace nb = nanobind;
+  using namespace fw::native;
+  nb::class_<Moved>(m, "Moved")
+      .def(nb::init<>())
+      .def("add", &Moved::add, nb::arg("rows"))
+      .def_prop_ro("calls", [](const Moved& moved) { return moved.calls.load(); })
+      .def_prop_ro("rows", [](const Moved& moved) { return moved.rows.load(); });
+  m.def("launch_number", &launch_number);
+  nb::class_<Plan>(m, "Plan")
+      .def_static("on_gpu", &gpu_plan, nb::arg("function"), nb::arg("blocks"),
+                  nb::arg("block_threads"))
+      .def_static("on_cpu", &cpu_plan, nb::arg("pool"), nb::arg("program"), nb::arg("index"),
+                  nb::arg("threads"), nb::keep_alive<0, 1>(), nb::keep_alive<0, 2>())
+      .def("run", &run, nb::arg("arguments"), nb::arg("uses"));
+  nb::class_<RowPlans>(m, "RowPlans")
+      .def(
+          "__init__",
+          [](RowPlans* self, size_t own_members_at, size_t look_ahead_at) {
+            new (self) RowPlans({own_members_at, look_ahead_at});
+          },
+          nb::arg("own_members_at"), nb::arg("look_ahead_at"))
+      .def("gather", &gather, nb::arg("launcher"), nb::arg("indices"), nb::arg("count"),
+           nb::arg("index_bytes"), nb::arg("rows"), nb::arg("counting").none());
+}

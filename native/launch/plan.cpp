@@ -1,0 +1,37 @@
+#include "launch/plan.h"
+
+#include <cstring>
+
+namespace fw::native {
+namespace {
+
+// How a launch uses the list of misses, `cache::list_use`, the last member of its parameter.
+struct ListUse {
+  uint64_t list, launch;
+  uint32_t blocks, batch;
+};
+
+}  // namespace
+
+uint64_t launch_number() {
+  static std::atomic<uint64_t> numbers{1};
+  constexpr uint64_t kMask = (uint64_t{1} << 41) - 1;  // device code has 41 bits for it
+  return numbers.fetch_add(1, std::memory_order_relaxed) & kMask;
+}
+
+void RowParameter::point_to(uint64_t indices, uint64_t count, uint64_t rows) {
+  const uint64_t own[] = {indices, count, rows};
+  std::memcpy(bytes_.data() + members_.own_at, own, sizeof own);
+  ListUse use;
+  uint8_t* const place = bytes_.data() + bytes_.size() - sizeof use;
+  std::memcpy(&use, place, sizeof use);
+  if (use.list == 0) return;
+  use.launch = launch_number();
+  std::memcpy(place, &use, sizeof use);
+}
+
+void RowParameter::look_ahead(uint64_t items) {
+  std::memcpy(bytes_.data() + members_.look_ahead_at, &items, sizeof items);
+}
+
+}  // namespace fw::native
