@@ -14,7 +14,6 @@ BENCHES = {
     "arrays": {
         "arrays": "Rows, elements and files against the ceilings of this machine.",
         "defaults": "Page cache or O_DIRECT: the default choice against both.",
-        "split": "Gathers whose stream waits for the storage, and those whose warps wait.",
         "vectoradd": "Adding two vectors larger than memory, against tiles (BaM section 5.4).",
     },
     "kernels": {

@@ -104,11 +104,9 @@ void bind_controller(nb::module_& m) {
       .def("admit", &SsdModel::admit, nb::arg("now_ns"), nb::arg("is_write"), nb::arg("blocks"));
 
   nb::class_<QueuePairAddresses>(m, "QueuePair")
-      .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, uint32_t, uint16_t, uint64_t, uint64_t,
-                    uint32_t>(),
+      .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, uint32_t, uint16_t, uint64_t>(),
            nb::kw_only(), nb::arg("sq"), nb::arg("cq"), nb::arg("sq_doorbell"),
-           nb::arg("cq_doorbell"), nb::arg("depth"), nb::arg("id"), nb::arg("heartbeat") = 0,
-           nb::arg("batches") = 0, nb::arg("batch_count") = 0)
+           nb::arg("cq_doorbell"), nb::arg("depth"), nb::arg("id"), nb::arg("heartbeat") = 0)
       .def_ro("sq", &QueuePairAddresses::sq)
       .def_ro("cq", &QueuePairAddresses::cq)
       .def_ro("sq_doorbell", &QueuePairAddresses::sq_doorbell)
@@ -167,10 +165,9 @@ void bind_controller(nb::module_& m) {
           [](SoftwareController* self, std::shared_ptr<Storage> storage,
              std::vector<QueuePairAddresses> queue_pairs, Regions dma_regions, uint32_t threads,
              uint64_t page_bytes, uint64_t max_transfer_bytes, int64_t spin_ns, bool yields,
-             std::optional<SsdParameters> model, int64_t batch_limit_ns, nb::object) {
-            const ControllerOptions options = {threads,       page_bytes, max_transfer_bytes,
-                                               spin_ns,       yields,     std::move(model),
-                                               batch_limit_ns};
+             std::optional<SsdParameters> model, nb::object) {
+            const ControllerOptions options = {threads, page_bytes, max_transfer_bytes,
+                                               spin_ns, yields,     std::move(model)};
             const Unlocked unlocked;
             new (self) SoftwareController(std::move(storage), std::move(queue_pairs),
                                           std::move(dma_regions), options);
@@ -178,10 +175,9 @@ void bind_controller(nb::module_& m) {
           nb::arg("storage"), nb::arg("queue_pairs"), nb::arg("dma_regions") = Regions(),
           nb::arg("threads") = 1, nb::arg("page_bytes") = uint64_t(2) << 20,
           nb::arg("max_transfer_bytes") = uint64_t(2) << 20, nb::arg("spin_ns") = 100'000,
-          nb::arg("yields") = false, nb::arg("model") = nb::none(),
-          nb::arg("batch_limit_ns") = int64_t(15'000'000'000), nb::arg("keeps") = nb::none(),
+          nb::arg("yields") = false, nb::arg("model") = nb::none(), nb::arg("keeps") = nb::none(),
           // What holds the rings and the memory that commands name: it outlives the threads.
-          nb::keep_alive<1, 12>())
+          nb::keep_alive<1, 11>())
       .def_prop_ro("stats", &stats_of)
       .def("describe", &describe_software)
       .def("identify_controller",

@@ -279,13 +279,6 @@ void bind_cuda(nb::module_& m) {
             return context.write_word(address, value, handle(stream));
           },
           nb::arg("address"), nb::arg("value"), nb::arg("stream"))
-      .def(
-          "wait_word32",
-          [](const Context& context, uintptr_t stream, uint64_t address, uint32_t value) {
-            return context.wait_word32(handle(stream), address, value);
-          },
-          nb::arg("stream"), nb::arg("address"), nb::arg("value"))
-      .def_prop_ro("waits_for_words", &Context::waits_for_words)
       .def("capture", &capture, nb::arg("stream"))
       .def(
           "capture_call",

@@ -55,8 +55,6 @@ nb::dict layouts() {
                pooling)
   FW_STRUCTURE("list_use", cache::list_use, list, launch, blocks, batch)
   FW_STRUCTURE("miss_list", cache::miss_list, state, head, tail, capacity_log2)
-  FW_STRUCTURE("batch_record", nvme::batch_record, submitted, completed, done, watched)
-  FW_STRUCTURE("batch", nvme::batch, number, submitted, published, ended)
   FW_STRUCTURE("batch_request", batch::request, ready, buffer, rows, first, kind, place)
   FW_STRUCTURE("batch_result", batch::result, done, failed)
   FW_STRUCTURE("batch_regions", batch::regions, requests, results, lists, all_statuses, count,
@@ -65,7 +63,6 @@ nb::dict layouts() {
   FW_STRUCTURE("batch_direction", batch::direction, shared, states, failures, limit, row_bytes,
                taken, meeting, found, log, late, full, looked)
   FW_STRUCTURE("pipeline", pipeline<float>, reads, writes)
-  FW_STRUCTURE("submit_params", kernels::submit_params, rows, batch, stores)
   FW_STRUCTURE("missed_pieces", kernels::missed_pieces, hits, bytes, strays, stray)
   FW_STRUCTURE("client_params", kernels::client_params, line_begin, epoch, epoch_opened, missed,
                list, handed, places, count)

@@ -91,8 +91,6 @@ RowCalls::RowCalls(const Launching* launching, std::vector<int64_t> row_shape, u
     order_object_ = launcher_.attr("order").attr("native");
     order_ = nb::cast<cuda::Order*>(order_object_);
   }
-  const nb::object splitting = launcher_.attr("splitting");
-  if (nb::cast<uint64_t>(splitting.attr("rows")) != 0) splits_ = splitting.attr("on");
   for (const char* name : {"commands", "indices"}) {
     mark_objects_.push_back(volume.attr(name).attr("mark"));
     marks_.push_back(nb::cast<const FailureMark*>(mark_objects_.back()));
@@ -132,7 +130,7 @@ bool RowCalls::prefetch(nb::handle idx, nb::handle stream, nb::handle end) {
 
 nb::object RowCalls::operands(nb::handle idx, nb::handle out, nb::handle stream) {
   Operands found;
-  if (launching_ == nullptr || !torch_.is_tensor(idx) || nb::len(watchers_) != 0 || splits() ||
+  if (launching_ == nullptr || !torch_.is_tensor(idx) || nb::len(watchers_) != 0 ||
       !look(idx, out, stream, found)) {
     return nb::none();
   }
@@ -191,13 +189,9 @@ bool RowCalls::look_on_host(nb::handle idx, nb::handle out, Operands& operands, 
   return operands.apart(row_bytes_);
 }
 
-bool RowCalls::splits() const {
-  return splits_ && staying([&] { return nb::cast<bool>(splits_()); });
-}
-
 // Whether nothing needs to be raised or done before a call.
 bool RowCalls::quiet() {
-  if (closed_ || nb::len(watchers_) != 0 || nb::len(lost_) != 0 || splits()) return false;
+  if (closed_ || nb::len(watchers_) != 0 || nb::len(lost_) != 0) return false;
   for (const FailureMark* each : marks_) {
     if (each->unread()) return false;
   }

@@ -132,7 +132,6 @@ class RowCalls {
   nb::object gather_on_host(nb::handle idx, nb::handle out, nb::handle end);
   bool look_on_host(nb::handle idx, nb::handle out, Operands& operands, HostArray& indices,
                     HostArray& rows);
-  bool splits() const;
   bool quiet();
   bool unchanged() const;
   bool failed() const;
@@ -155,7 +154,7 @@ class RowCalls {
   RowPlans& plans_;
   nb::object order_object_;
   cuda::Order* order_ = nullptr;
-  nb::object turn_, acquire_, release_, all_streams_, splits_, in_flight_, lost_;
+  nb::object turn_, acquire_, release_, all_streams_, in_flight_, lost_;
   std::vector<nb::object> mark_objects_;
   std::vector<const FailureMark*> marks_;
   const Names names_;

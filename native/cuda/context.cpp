@@ -74,8 +74,6 @@ struct Driver {
   Result (*event_create)(Handle* event, unsigned flags);
   Result (*event_destroy)(Handle event);
   Result (*stream_number)(Handle stream, unsigned long long* number);
-  Result (*wait_value32)(Handle stream, uint64_t address, uint32_t value,
-                         unsigned flags);  // or null
   Result (*memset_words)(uint64_t address, unsigned word, size_t count, Handle stream);
   Result (*capture_info)(Handle stream, int* status, uint64_t* id, Handle* graph,
                          const Handle** dependencies, size_t* count);
@@ -107,13 +105,10 @@ Driver::Driver() {
   if (find == nullptr) {
     throw std::runtime_error("the driver is older than CUDA 12.0: it has no cuGetProcAddress_v2");
   }
-  const auto look_up = [find](auto& call, const char* name) {
+  const auto bind = [find](auto& call, const char* name) {
     void* address = nullptr;
     if (find(name, &address, kInterfaceVersion, 0, nullptr) != kSuccess) address = nullptr;
     call = reinterpret_cast<std::remove_reference_t<decltype(call)>>(address);
-  };
-  const auto bind = [look_up](auto& call, const char* name) {
-    look_up(call, name);
     if (call == nullptr) throw std::runtime_error(std::string("the driver has no ") + name);
   };
   bind(ctx_get_current, "cuCtxGetCurrent");
@@ -128,7 +123,6 @@ Driver::Driver() {
   bind(event_create, "cuEventCreate");
   bind(event_destroy, "cuEventDestroy");
   bind(stream_number, "cuStreamGetId");
-  look_up(wait_value32, "cuStreamWaitValue32");
   bind(memset_words, "cuMemsetD32Async");
   bind(capture_info, "cuStreamGetCaptureInfo");
   bind(add_host_node, "cuGraphAddHostNode");
@@ -500,15 +494,6 @@ Result Context::write_word(uint64_t address, uint64_t value, Handle stream) cons
   used(stream);
   return result;
 }
-
-Result Context::wait_word32(Handle stream, uint64_t address, uint32_t value) const {
-  const Result result = Current(*this).then(
-      [&] { return driver_.wait_value32(stream, address, value, kGreaterOrEqual); });
-  used(stream);
-  return result;
-}
-
-bool Context::waits_for_words() const { return driver_.wait_value32 != nullptr; }
 
 // Captures.
 

@@ -106,10 +106,6 @@ class Context {
   // Waits until one of these events is done, at most this long; at first it asks without a pause.
   Result wait_any(const std::vector<Handle>& events, int64_t microseconds) const;
   Result fill(uint64_t address, uint32_t word, size_t count, Handle stream) const;
-  // Makes later work on a stream wait until the word at `address` is at least `value`, by the
-  // driver's cyclic comparison. A captured stream gets a node that waits at each replay.
-  Result wait_word32(Handle stream, uint64_t address, uint32_t value) const;
-  bool waits_for_words() const;
 
   // Copies. A default stream takes one piece at a time, and no others before it; `event` is as for
   // `order`.

@@ -30,8 +30,6 @@ struct QueuePairAddresses {
   uint32_t depth = 0;
   uint16_t id = 0;         // 0 is the admin queue
   uint64_t heartbeat = 0;  // a word that the controller advances while the process runs; 0: none
-  uint64_t batches = 0;  // records of batches (nvme/batch.cuh) that its commands may name; 0: none
-  uint32_t batch_count = 0;
 };
 
 // How much was done since the start, so that a caller knows whether commands wait.

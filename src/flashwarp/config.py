@@ -179,12 +179,6 @@ class Config:
     2 for each disk, 8 for files that host threads copy, none for modelled drives and rows below 256
     bytes. 0: all blocks wait, as many as the GPU runs."""
 
-    split_misses: int = _setting(0, 0, 1)
-    """1: a ``gather`` or ``scatter`` submits its misses and ends, its stream waits for a word of
-    the controller's, and a short kernel behind it lands the lines. No multiprocessor waits for the
-    storage. 0: warps wait. The default is 0, because 1 was slower on a GPU: `docs/kernels.md` has
-    the figures. Read when an array is opened; `docs/architecture.md` says where it applies."""
-
     batch_workers_low: int = _setting(0, 0, 256)
     """Fewest workers of an engine of batches. 0: a quarter of the controllers, or of the cores if
     there is one controller."""

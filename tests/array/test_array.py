@@ -26,7 +26,7 @@ from flashwarp import _native
 from flashwarp.array import rows
 from flashwarp.cache import miss_list, structs
 from flashwarp.errors import BoundsError, CacheError, RouteError
-from flashwarp.nvme import batches, queue_pair
+from flashwarp.nvme import queue_pair
 from flashwarp.storage import File, Memory, Replicated, Storage, Striped
 
 Reference = npt.NDArray[Any]
@@ -630,9 +630,6 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "list_use": miss_list.ListUseStruct,
     "drive_addressing": queue_pair.DriveAddressingStruct,
     "miss_list": miss_list.MissListStruct,
-    "submit_params": rows.SubmitParams,
-    "batch_record": batches.BatchRecordStruct,
-    "batch": batches.BatchStruct,
     "maintenance_params": rows.MaintenanceParams,
 }
 

@@ -32,7 +32,6 @@ SMALL = {
     "asynchronous": {"size": "1 MiB", "cache": "256 KiB", "bytes_each": "64 KiB"},
     "arrays": {"gib": 1 / 64},
     "calls": {"resident": "1 MiB", "cold": "4 MiB", "runs": 3, "first": True},
-    "split": {"rows": 2100, "cache": "4 MiB", "runs": 3},
     "shared": {"size": "2 MiB", "seconds": 0.1, "threads": 1},
     "files": {"size": "2 MiB", "disk": "256 KiB", "warps": "2", "levels": "1,2", "runs": 1},
     "latency": {"size": "4 MiB", "steps": 20},

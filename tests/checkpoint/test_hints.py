@@ -30,7 +30,6 @@ def test_hints_come_in_their_order() -> None:
     assert queue.number(1) == 1
     assert queue.number(3) == 3
     assert queue.number(9) is None
-    assert queue.distance(3) == 2
 
 
 def test_numbers_do_not_change_when_the_queue_moves() -> None:

@@ -70,7 +70,6 @@ class Hardware {
   const cache::volume& volume(uint32_t v = 0) const { return *volumes_[v].entry; }
   // Where the device finds a namespace in place, while its lease holds.
   char* pages(uint32_t v, uint32_t n) { return volumes_[v].namespaces[n].pages; }
-  nvme::batch& batch(uint32_t i, uint32_t v = 0) { return volumes_[v].batches[i]; }
   char* storage(uint32_t v = 0, uint32_t n = 0) { return volumes_[v].namespaces[n].data; }
   // Where a namespace holds a byte of the volume. Of stripes only one does; of replicas each.
   char* stored(uint32_t v, uint64_t byte, uint32_t replica = 0) const {
@@ -154,9 +153,6 @@ class Hardware {
   struct Volume {
     cache::volume* entry = nullptr;
     std::vector<Namespace> namespaces;
-    native::BatchRecords records;
-    nvme::batch* batches = nullptr;
-    std::unique_ptr<native::BatchWatch> watch;
     uint32_t serving = 0;  // controllers that are at its queues
     bool closed = false;
   };
@@ -207,7 +203,6 @@ class Hardware {
     v.entry = &cache_.volumes[number];
     cache_.volume_end = number + 1;
     *v.entry = {};
-    if (shape_.batches != 0) attach_batches(v);
     for (uint32_t n = 0; n < namespaces; ++n) {
       attach_namespace(number, n, queues + n * shape_.queues);
       if (several) v.entry->spans[n] = {n * shape_.queues, shape_.queues};
@@ -232,16 +227,6 @@ class Hardware {
     }
     attaching_ = -1;
     return line_begin + shape_.lines;
-  }
-
-  void attach_batches(Volume& v) {
-    const uint32_t count = shape_.batches;
-    auto* records = allocate<nvme::batch_record>(count, "batch records", Sharing::kAtomic, 4);
-    v.records = {address(records), count};
-    v.batches = allocate<nvme::batch>(count, "batches", Sharing::kAtomic, 4);
-    for (uint32_t i = 0; i < count; ++i) v.batches[i] = {&records[i], i + 1, 0, 0, 0};
-    v.watch = std::make_unique<native::BatchWatch>(v.records, int64_t(timeout_ns() / 2));
-    v.watch->begin();
   }
 
   // A read that was given up may run late, beside a write of the same block, which was read from
@@ -324,8 +309,7 @@ class Hardware {
       q.depth_log2 = depth_log2;
       q.id = i + 1;
       pairs.push_back({address(q.sq), address(q.cq), address(q.sq_doorbell), address(q.cq_doorbell),
-                       depth, uint16_t(i + 1), 0, volumes_[number].records.address,
-                       volumes_[number].records.count});
+                       depth, uint16_t(i + 1), 0});
     }
     ns.context.reset(new native::ControllerContext{
         ns.disk, native::DmaRegions(regions), 2 << 20, uint64_t(64) << 10, {}});

@@ -10,7 +10,6 @@
 
 #include "flashwarp/kernels/maintenance.cuh"
 #include "flashwarp/kernels/rows.cuh"
-#include "flashwarp/kernels/split.cuh"
 #include "hardware.h"
 #include "rest.h"
 
@@ -208,9 +207,6 @@ class Machine : public Hardware {
     if (heartbeat_ == nullptr || scheduler.clock_ns() < next_beat_ns_) return;
     next_beat_ns_ = scheduler.clock_ns() + timeout_ns() / 16;
     atomic::store_relaxed_system(heartbeat_, ++beats_);
-    for (Volume& v : volumes_) {
-      if (v.watch != nullptr) v.watch->look(int64_t(scheduler.clock_ns()));
-    }
   }
 
   std::vector<std::function<void()>> checks_;

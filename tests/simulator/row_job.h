@@ -49,17 +49,6 @@ class RowJob {
     indices_[random.below(uint32_t(indices_.size()))] = random.pick(numbers);
   }
 
-  // Submits the misses of the rows to a batch, in a launch of its own that comes before `run`.
-  void submit(uint32_t index, uint32_t count, fw::nvme::batch& batch) {
-    become(index, count);
-    fw::kernels::submit_params p = {};
-    p.rows = params();
-    p.rows.rows = nullptr;
-    p.batch = &batch;
-    p.stores = scatters_;
-    fw_submit_rows(p);
-  }
-
   // By every thread of the job, which are `count`. All operations last from the first thread's
   // begin to the last one's end.
   void run(uint32_t index, uint32_t count) {

@@ -32,8 +32,7 @@ struct Shape {
   bool streamed = false;      // kInPlace: warps read storage that others write, and look again
   // With `plain`: reads look each line up among the parts of the namespace.
   bool parts = false;
-  uint32_t batches = 0;  // of each volume, for launches whose misses a stream waits for
-  int bad = -1;          // the one namespace that faults are for; -1: all
+  int bad = -1;  // the one namespace that faults are for; -1: all
 
   static Shape draw(Random& random) {
     Shape s;

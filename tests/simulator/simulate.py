@@ -348,7 +348,7 @@ def mutated_text(mutant: Mutant) -> str:
     if count != 1:
         raise ArgumentError(
             f"mutant {mutant.name}: its passage occurs {count} times in {mutant.header}, not once; "
-            "the header has changed, so change the mutant in tests/simulator/mutants.py"
+            "the header has changed, so change the mutant in tests/simulator/mutants"
         )
     return text.replace(mutant.old, mutant.new)
 

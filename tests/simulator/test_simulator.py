@@ -174,7 +174,7 @@ def test_mistake_can_be_made(name: str) -> None:
 
 
 def test_mutant_whose_passage_has_changed_is_an_error() -> None:
-    stale = Mutant("stale", "flashwarp/array.cuh", "no such passage", "", "", "elements")
+    stale = Mutant("stale", "no such passage", "", "", "elements", header="flashwarp/array.cuh")
 
     with pytest.raises(ArgumentError, match="occurs 0 times"):
         mutated_text(stale)

@@ -20,8 +20,7 @@ constexpr fw::entry kEntries[] = {
     FW_ENTRY(fw_submit_command),      FW_ENTRY(fw_refresh_lines),
     FW_ENTRY(fw_look_up_rows),        FW_ENTRY(fw_look_up_bags),
     FW_ENTRY(fw_prefetch_ids),        FW_ENTRY(fw_sum_gradients),
-    FW_ENTRY(fw_update_rows),         FW_ENTRY(fw_submit_rows),
-    FW_ENTRY(fw_land_lines),          FW_ENTRY(fw_stream_rows),
+    FW_ENTRY(fw_update_rows),         FW_ENTRY(fw_stream_rows),
     FW_ENTRY(fw_gather_resident),     FW_ENTRY(fw_take_handed),
 };
 

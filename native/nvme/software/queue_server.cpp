@@ -77,8 +77,8 @@ uint32_t QueueServer::execute_batch(uint32_t count) {
     const uint64_t blocks = (atomic::load_plain(&entry.cdw12) & kNlbMask) + 1;
     const bool is_mapped_read =
         uint16_t(word) == kPlainRead && atomic::load_plain(&entry.nsid) == nvme::kNamespaceId &&
-        atomic::load_plain(&entry.cdw3) == 0 && lba < backed_lbas && blocks <= backed_lbas - lba &&
-        blocks <= lbas_max && atomic::load_plain(&entry.prp1) == base + (lba << nvme::kLbaShift);
+        lba < backed_lbas && blocks <= backed_lbas - lba && blocks <= lbas_max &&
+        atomic::load_plain(&entry.prp1) == base + (lba << nvme::kLbaShift);
     if (is_mapped_read) {
       rings_.advance();
       if (drive != nullptr) {
@@ -94,7 +94,6 @@ uint32_t QueueServer::execute_batch(uint32_t count) {
     // A copy, because the submitter may overwrite the entry meanwhile.
     const nvme::command copy = atomic::load_plain(&entry);
     rings_.advance();
-    rings_.note_batch(copy);
     admit_arrivals();
     completions_.set_due_ns(0);
     commands_.execute(copy);
@@ -140,7 +139,6 @@ void QueueServer::abort_rung() {
   while (rings_.head() != tail && rings_.fetchable_until(tail, promised()) != 0) {
     const nvme::command copy = atomic::load_plain(&rings_.next());
     rings_.advance();
-    rings_.note_batch(copy);
     completions_.reject(copy, nvme::kCommandAborted, "the controller was stopped");
   }
   published_head_.store(rings_.head(), std::memory_order_relaxed);

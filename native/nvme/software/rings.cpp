@@ -14,7 +14,6 @@ Rings::Rings(const QueuePairAddresses& addresses, ErrorLog& errors, QueueCounter
       cq_doorbell_(reinterpret_cast<const uint32_t*>(addresses.cq_doorbell)),
       depth_(addresses.depth),
       id_(addresses.id),
-      batches_({addresses.batches, addresses.batch_count}, addresses.depth),
       errors_(errors),
       counters_(counters) {}
 

@@ -10,7 +10,6 @@
 #include "flashwarp/nvme/command.cuh"
 #include "nvme/controller.h"
 #include "nvme/error_log.h"
-#include "nvme/software/batches.h"
 #include "nvme/software/counters.h"
 
 namespace fw::native {
@@ -52,9 +51,6 @@ class Rings {
   const nvme::command& next() const { return sq_[head_]; }
   void advance() { head_ = head_ + 1 == depth_ ? 0 : head_ + 1; }
 
-  // Notes the batch of a command that was fetched, if it has one. `post` counts it there.
-  void note_batch(const nvme::command& entry) { batches_.fetched(entry); }
-
   void prefetch() const {
     __builtin_prefetch(&sq_[head_] + kPrefetchEntries);
     __builtin_prefetch(&cq_[cq_tail_] + kPrefetchEntries, 1);
@@ -71,7 +67,6 @@ class Rings {
       cq_tail_ = 0;
       phase_ ^= 1;
     }
-    batches_.posted(cid);
   }
 
  private:
@@ -93,7 +88,6 @@ class Rings {
   uint32_t cq_head_seen_ = 0;  // last value of the CQ head doorbell
   uint16_t phase_ = 1;
   bool failed_ = false;
-  BatchCounts batches_;
   ErrorLog& errors_;
   QueueCounters& counters_;
 };

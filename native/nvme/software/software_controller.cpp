@@ -59,7 +59,6 @@ void check_options(const ControllerOptions& options) {
               options.max_transfer_bytes <= kTransferBytesMax,
           "max_transfer_bytes must be a power of two from 4096 to 32 MiB");
   require(options.spin_ns >= 0 && options.spin_ns <= kSpinMaxNs, "spin_ns is 0 to one second");
-  require(options.batch_limit_ns > 0, "batch_limit_ns is positive");
 }
 
 }  // namespace
@@ -87,15 +86,6 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
   for (const QueuePairAddresses& pair : queue_pairs()) {
     require(pair.heartbeat == heartbeat && pair.heartbeat % 4 == 0,
             "the queue pairs need one heartbeat, 4-byte aligned");
-  }
-  const BatchRecords batches = {queue_pairs().front().batches, queue_pairs().front().batch_count};
-  for (const QueuePairAddresses& pair : queue_pairs()) {
-    require(pair.batches == batches.address && pair.batch_count == batches.count &&
-                pair.batches % sizeof(nvme::batch_record) == 0,
-            "the queue pairs need one table of batches, 64-byte aligned");
-  }
-  if (heartbeat_ != nullptr && batches.count != 0) {
-    watch_ = std::make_unique<BatchWatch>(batches, options.batch_limit_ns);
   }
 
   IoEngineFactory::Options engine_options;
@@ -127,7 +117,6 @@ void SoftwareController::start() {
   stopping_.store(false, std::memory_order_relaxed);
   for (auto& server : servers_) server->reopen();
   serving_.store(true, std::memory_order_release);
-  if (watch_ != nullptr) watch_->begin();
   if (heartbeat_ != nullptr) threads_.emplace_back([this] { beat(); });
   for (uint32_t i = 0; i < thread_count_; ++i) threads_.emplace_back([this, i] { run(i); });
 }
@@ -141,8 +130,6 @@ void SoftwareController::stop() {
   }
   const std::lock_guard guard(life_);
   if (!serving()) return;
-  // First, because a storage that hangs keeps a thread from ending, and streams would wait as long.
-  if (watch_ != nullptr) watch_->end();
   stopping_.store(true, std::memory_order_release);
   // Wakes `beat`.
   stopped_.fetch_add(1, std::memory_order_release);
@@ -221,9 +208,8 @@ void SoftwareController::run(uint32_t thread) {
   }
 }
 
-// Advances the heartbeat, by which device code knows that the process runs, and ends batches that
-// take too long. It has a thread of its own: a hanging storage blocks serving threads but not this
-// one; a stopped process stops it too.
+// Advances the heartbeat, by which device code knows that the process runs. It has a thread of its
+// own: a hanging storage blocks serving threads but not this one; a stopped process stops it too.
 void SoftwareController::beat() {
   std::atomic_ref<uint32_t> word(*heartbeat_);
   uint32_t beats = 0;
@@ -233,7 +219,6 @@ void SoftwareController::beat() {
     if (++beats == 0) beats = 1;
     // Relaxed: it orders nothing.
     word.store(beats, std::memory_order_relaxed);
-    if (watch_ != nullptr) watch_->look(monotonic_ns());
     futex_wait(stopped_, seen, int64_t(nvme::kBeatNs));
   }
   word.store(0, std::memory_order_relaxed);

@@ -17,7 +17,6 @@
 
 #include "nvme/controller.h"
 #include "nvme/sleepers.h"
-#include "nvme/software/batches.h"
 #include "nvme/software/identify.h"
 #include "nvme/software/queue_server.h"
 
@@ -30,8 +29,6 @@ struct ControllerOptions {
   int64_t spin_ns = 100'000;              // how long a thread without work polls before it sleeps
   bool yields = false;  // threads sleep while launches serve, and leave them their cores
   std::optional<SsdParameters> model = {};  // completions come when this drive would send them
-  // How long commands of a batch may take before the batch ends without them; see BatchWatch.
-  int64_t batch_limit_ns = 15'000'000'000;
 };
 
 struct ControllerCounters {
@@ -110,8 +107,6 @@ class SoftwareController final : public Controller {
   std::atomic<bool> stopping_{false};
   std::atomic<uint32_t> stopped_{0};  // counts stops; `beat` sleeps on it (a futex)
   uint32_t* heartbeat_ = nullptr;     // of the queue pairs; null: none
-  // Looked at by the thread of the heartbeat; null: without it nobody would look.
-  std::unique_ptr<BatchWatch> watch_;
 
   const std::shared_ptr<Sleepers> sleepers_ = std::make_shared<Sleepers>();
   // Read at each sweep, so on another cache line than what launches change.

@@ -299,16 +299,6 @@ class ContextOfStreams:
         """Return the nanoseconds between two events that are done and measure time."""
         return round(float(self.call("cuEventElapsedTime", begin, end)) * 1e6)
 
-    @property
-    def waits_for_words(self) -> bool:
-        """Whether the driver has `wait_for_word`."""
-        return bool(self.calls.waits_for_words)
-
-    def wait_for_word(self, address: int, stream: int) -> None:
-        """Make later work on a stream wait until a word of 32 bits is 1 or more."""
-        self._require_open()
-        self.require(self.calls.wait_word32(stream, address, 1), "cuStreamWaitValue32")
-
     # Captures into CUDA graphs.
 
     def capture(self, stream: int) -> int | None:

@@ -24,7 +24,6 @@ from flashwarp.array.operands import Index
 from flashwarp.array.order import Order, in_order
 from flashwarp.array.rows import (
     BYTES_WORTH_A_THREAD,
-    SUBMIT_MEMBERS,
     ArrayStruct,
     MaintenanceParams,
     RowFormat,
@@ -33,7 +32,6 @@ from flashwarp.array.rows import (
     segments_per_batch,
     segments_per_row,
 )
-from flashwarp.array.splitting import LAND_WARPS, SUBMIT_BATCH, Splitting
 from flashwarp.cache.cache import Volume
 from flashwarp.device import CpuDevice, DeviceMemory, Launch
 from flashwarp.errors import CaptureError, ClosedError
@@ -149,7 +147,6 @@ class Launcher:
             )
         )
         self._deferral = Deferral(volume, service)
-        self.splitting = Splitting(volume, service, format.row_bytes, self._segments)
         # What a launch on the CPU device holds, see `Device.launch`. None: launches are refused.
         self._uses: tuple[object, ...] | None = ()
         if self.on_cpu:
@@ -280,8 +277,6 @@ class Launcher:
         if sms is not None:
             # A block each, so that no more can hold one.
             threads = 32 * -(-warps // sms)
-        elif name == "land_lines":
-            threads = 256  # which leave multiprocessors to other streams
         return self._kernels.launch_of(name, warps, param_bytes, threads)
 
     def _batch_of(self, segments: int) -> int:
@@ -406,31 +401,6 @@ class Launcher:
         counting: Counting | None = None,
         sms: int | None = None,
     ) -> None:
-        whole = functools.partial(
-            self._start_whole, verb, stream=stream, strays=strays, counting=counting, sms=sms
-        )
-        batches = None
-        if verb != "prefetch" and not self.watchers:
-            batches = self.splitting.batches_for(stream)
-        if batches is None:
-            return whole(chosen, buffer, warps=warps, end=end)
-        submit = functools.partial(self._submit, verb, stream, counting)
-        land = functools.partial(self._land, stream)
-        return self.splitting.start(batches, chosen, buffer, stream, submit, land, whole, end)
-
-    def _start_whole(
-        self,
-        verb: str,
-        chosen: range | Index,
-        buffer: int,
-        *,
-        stream: int | None,
-        strays: int,
-        counting: Counting | None,
-        warps: int | None = None,
-        sms: int | None = None,
-        end: End | None = None,
-    ) -> None:
         """Launch the kernel that moves rows, and waits for those that are not in the cache."""
         most = _Most(warps, sms)
         if isinstance(chosen, range):
@@ -440,26 +410,6 @@ class Launcher:
         name, useful, batch, deferred = plan
         params = self._row_params(chosen, buffer, batch, strays, deferred, counting)
         self._start(name, params, useful, stream, sms=sms, end=end)
-
-    def _submit(
-        self,
-        verb: str,
-        stream: int | None,
-        counting: Counting | None,
-        chosen: range | Index,
-        batch: int,
-    ) -> None:
-        """Launch the submission of misses, to the batch at this address."""
-        lines = self._lines(chosen) if isinstance(chosen, range) else len(chosen) * self._segments
-        params = self._row_params(chosen, 0, SUBMIT_BATCH, counting=counting)
-        params += SUBMIT_MEMBERS.pack(batch, int(verb == "scatter"), 0)
-        self._start("submit_rows", params, self._warps(lines, SUBMIT_BATCH), stream)
-
-    def _land(self, stream: int | None) -> None:
-        """Launch the landing of what has completed, on few multiprocessors."""
-        volume = self.volume
-        params = MaintenanceParams(cache=volume.cache.address, volume=volume.address)
-        self._start("land_lines", bytes(params), LAND_WARPS, stream)
 
     def _lines(self, chosen: range) -> int:
         begin, end = self._bytes(chosen)

@@ -1,13 +1,12 @@
 """The rows of an array, and how kernels move them: sizes, and the kernels' parameters.
 
-Mirrors `kernels/rows.cuh`, `kernels/split.cuh` and `kernels/maintenance.cuh`.
+Mirrors `kernels/rows.cuh` and `kernels/maintenance.cuh`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -95,16 +94,6 @@ class RowParams(ctypes.Structure):
         *u32("index_bytes", "segments", "batch", "reserved"),
         ("misses", ListUseStruct),
     )
-
-
-class SubmitParams(ctypes.Structure):
-    """Mirror of `kernels::submit_params`."""
-
-    _fields_ = (("rows", RowParams), *u64("batch"), *u32("stores", "reserved"))
-
-
-SUBMIT_MEMBERS = struct.Struct("=Q2I")
-"""The members of `SubmitParams` behind `rows`."""
 
 
 class MaintenanceParams(ctypes.Structure):

@@ -131,10 +131,6 @@ class RestoreQueue:
         """Yield the hints that are open and not given up, in their order."""
         return (hint for number, hint in self._open.items() if number not in self._given_up)
 
-    def distance(self, number: int) -> int:
-        """Return how many open hints come before this one."""
-        return sum(hint.number < number for hint in self.upcoming())
-
     def restored(self, key: Hashable, *, ready: bool) -> list[Hint]:
         """Note that a restore begins; return the hints that are given up because of it.
 

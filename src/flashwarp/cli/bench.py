@@ -23,7 +23,6 @@ _MOVED = {
     "asynchronous": "kernels asynchronous",
     "first_light": "arrays",
     "calls": "calls",
-    "split": "arrays split",
     "files": "files",
     "shared": "shared",
     "latency": "kernels latency",

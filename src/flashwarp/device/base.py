@@ -394,20 +394,6 @@ class Device(endings.Closing, ABC):
         the library's own), and `uses` and `end` as `run_kernel` takes them.
         """
 
-    # Waits of streams for the host. On the CPU device launches have ended when they return.
-
-    @property
-    def waits_for_words(self) -> bool:
-        """Whether `wait_for_word` may be called."""
-        return True
-
-    def wait_for_word(self, address: int, stream: int | None) -> None:
-        """Make later work on a stream wait until a word of 32 bits in host memory is 1.
-
-        No kernel waits, and no thread of the host. The stream may be captured: then each replay
-        waits. The wait has no time limit, so whoever stores the word must have one.
-        """
-
     # Captures of CUDA graphs. CPU devices have none.
 
     def capture(self, stream: object) -> int | None:  # noqa: ARG002

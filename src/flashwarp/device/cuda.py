@@ -290,14 +290,6 @@ class CudaDevice(Device):
         blocks = self._blocks(module, function, warps, block_threads)
         return _CudaLaunch(self, function, blocks, block_threads)
 
-    @property
-    def waits_for_words(self) -> bool:
-        return self.context.waits_for_words
-
-    def wait_for_word(self, address: int, stream: int | None) -> None:
-        handle = self._stream.handle if stream is None else stream
-        self.context.wait_for_word(address, handle)
-
     @functools.cached_property
     def launching(self) -> _native.Launching:
         """What the extension launches with."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from flashwarp.policy import Policy
 
 if TYPE_CHECKING:
     from flashwarp import _native
     from flashwarp._jit import cuda_context
-    from flashwarp.device.base import Device
+    from flashwarp._jit.program import LoadedKernel
 
 __all__ = ["BuiltInKernels", "Launch"]
 
@@ -72,10 +72,23 @@ class Launch(ABC):
         raise NotImplementedError
 
 
+class Launcher(Protocol):
+    """The part of a device that prepares launches."""
+
+    kind: str
+    warps_at_once: int
+
+    def built_in(self, name: str, policy: Policy, param_bytes: int | None) -> LoadedKernel: ...
+
+    def block_threads_for(self, warps: int) -> int: ...
+
+    def prepare(self, kernel: LoadedKernel, warps: int | None, block_threads: int) -> Launch: ...
+
+
 class BuiltInKernels:
     """Launches of the built-in kernels on caches of one policy; see `Device.kernels_for`."""
 
-    def __init__(self, device: Device, policy: Policy) -> None:
+    def __init__(self, device: Launcher, policy: Policy) -> None:
         self._device = device
         self._policy = policy
         # More warps than any GPU runs at a time make no other launch.

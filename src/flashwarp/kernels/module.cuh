@@ -5,6 +5,5 @@
 #include "maintenance.cuh"
 #include "resident.cuh"
 #include "rows.cuh"
-#include "split.cuh"
 #include "table.cuh"
 #include "update.cuh"

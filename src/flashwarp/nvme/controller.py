@@ -17,7 +17,6 @@ from flashwarp._names import renamed
 from flashwarp.device import Device
 from flashwarp.endings import NotCopied
 from flashwarp.errors import FlashwarpError, StorageError
-from flashwarp.nvme.batches import Batches
 from flashwarp.nvme.queue_pair import QueueCounters
 from flashwarp.storage import Namespace
 
@@ -187,15 +186,6 @@ class Service(NotCopied, ABC):
     def waits_for_disk(self) -> bool:
         """Whether commands wait for a disk; else for threads of the host that copy."""
         return True
-
-    @property
-    def batches(self) -> Batches | None:
-        """Batches that commands may name in CDW3, for launches whose misses a stream waits for.
-
-        The service stores a batch's word when its commands are complete; `nvme/batch.cuh` says
-        what else it promises. None: it stores no words, as a drive does not, and kernels wait.
-        """
-        return None
 
     @property
     def changes(self) -> int:

@@ -15,7 +15,6 @@ from flashwarp import _native, endings
 from flashwarp.device import Device
 from flashwarp.device.memory import DeviceMemory, align_up
 from flashwarp.endings import NotCopied
-from flashwarp.nvme.batches import Batches
 from flashwarp.transfer import pool_of
 
 __all__ = [
@@ -198,8 +197,6 @@ class QueuePairs(NotCopied):
         read doorbells in memory.
     timeout_s : float
         Bound of every wait of the device code.
-    batches : Batches, optional
-        What commands may name; closed with the queue pairs.
     """
 
     def __init__(
@@ -218,10 +215,8 @@ class QueuePairs(NotCopied):
         cached_reads: bool = False,
         drive: DriveSide | None = None,
         timeout_s: float,
-        batches: Batches | None = None,
     ) -> None:
         self.device = device
-        self.batches = batches
         self.count = count
         self.depth = depth
         self.route = route
@@ -303,8 +298,6 @@ class QueuePairs(NotCopied):
                     depth=depth,
                     id=pair.id,
                     heartbeat=self.heartbeat,
-                    batches=0 if batches is None else batches.records,
-                    batch_count=0 if batches is None else batches.count,
                 )
             )
         device.upload(self.address, bytes(self._structs))
@@ -380,14 +373,7 @@ class QueuePairs(NotCopied):
     @property
     def owners(self) -> tuple[object, ...]:
         """What holds the memory; see `DeviceMemory.owners`."""
-        parts = (
-            self._rings,
-            self._memory,
-            self._buffers,
-            self._extents,
-            self._own_epoch,
-            self.batches,
-        )
+        parts = (self._rings, self._memory, self._buffers, self._extents, self._own_epoch)
         return tuple(owner for part in parts if part is not None for owner in part.owners)
 
     @property
@@ -416,8 +402,6 @@ class QueuePairs(NotCopied):
             self._extents.close()
         if self._own_epoch is not None:
             self._own_epoch.close()
-        if self.batches is not None:
-            self.batches.close()
 
     def _download(self) -> list[QueuePairStruct]:
         nbytes = self.count * ctypes.sizeof(QueuePairStruct)

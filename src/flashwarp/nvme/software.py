@@ -23,7 +23,6 @@ from flashwarp.errors import (
     DeviceError,
     StorageError,
 )
-from flashwarp.nvme.batches import Batches
 from flashwarp.nvme.controller import Controller, Destination, Service
 from flashwarp.nvme.queue_pair import ROUTES, NamespacePart, QueuePairs, Route
 from flashwarp.storage import File, Memory, Namespace, Storage
@@ -56,9 +55,6 @@ _DEPTH = 1024
 _BOUNCE_DEPTH = 256
 # Most bytes of pinned memory for the buffers of one controller; the depth shrinks to fit.
 _BOUNCE_BYTES = 256 << 20
-
-# Two for each stream, captured call and lane of asynchronous calls.
-_BATCHES = 256
 
 # One wait costs what a thousand commands ahead of their time cost: 100 us against 0.1 us.
 _WAITS_COUNT_FROM = 1024
@@ -346,9 +342,6 @@ class SoftwareService(Service):
         self._yields = yields
         self._mapped_base = int(storage.native.mapped_base) if route == "in_place" else 0
         try:
-            batches = Batches(device, _BATCHES) if defaults.split_misses else None
-            if batches is not None:
-                self._owned.callback(batches.close)
             self._queues = QueuePairs(
                 device,
                 count,
@@ -362,7 +355,6 @@ class SoftwareService(Service):
                 plain_writes=self._plain_reads and storage.writable,
                 cached_reads=cached_reads,
                 timeout_s=defaults.timeout_s,
-                batches=batches,
             )
             self._owned.callback(self._queues.close)
             self._native = _native.SoftwareController(
@@ -375,8 +367,6 @@ class SoftwareService(Service):
                 _SPIN_NS[device.kind],
                 yields,
                 None if self.model is None else self.model.native_parameters(),
-                # The other half is for the kernels behind, which wait for the rest themselves.
-                max(1, int(defaults.timeout_s / 2 * 1e9)),
                 (*destination.owners, *self._queues.owners),
             )
             self._owned.callback(self._native.stop)
@@ -537,11 +527,6 @@ class SoftwareService(Service):
     def plain_reads(self) -> bool:
         """Whether kernels read the namespace in place without commands."""
         return self._plain_reads and self.route == "in_place"
-
-    @property
-    def batches(self) -> Batches | None:
-        """The batches of its commands, if a stream is to wait for them; see `Service`."""
-        return None if self._queues is None or self.plain_reads else self._queues.batches
 
     @property
     def makes_warps_wait(self) -> bool:

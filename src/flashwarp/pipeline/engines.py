@@ -24,8 +24,6 @@ def why_no_engine(array: Array) -> str:
     """Say why host threads cannot move an array's rows; empty if they can."""
     if not isinstance(array._attachment.storage, Storage):
         return "its namespace is a drive's, which kernels read by themselves"
-    if array.device.kind == "cuda" and not array.device.waits_for_words:
-        return "the driver has no waits of streams for words"
     return ""
 
 

@@ -11,7 +11,6 @@ import contextlib
 import os
 import select
 import socket
-import time
 import weakref
 from functools import partial
 from typing import Any, NoReturn
@@ -25,10 +24,6 @@ __all__ = ["Connection"]
 
 # Longer than any request may take in the owner, whose own waits end first: see `limit_s`.
 _LIMITS = 2.5
-
-# How long an owner may take from its lock to its socket.
-_START_S = 10.0
-_RETRY_S = 0.01
 
 
 def limit_s() -> float:
@@ -84,14 +79,6 @@ class Connection:
             raise
         _open.add(made)
         return made
-
-    @classmethod
-    def to_starting(cls, name: str) -> Connection | None:
-        """Connect as `to` does, to an owner whose socket may be there only in a moment."""
-        end = time.monotonic() + _START_S
-        while (found := cls.to(name)) is None and time.monotonic() < end:
-            time.sleep(_RETRY_S)
-        return found
 
     def _greet(self) -> Message:
         self.owner_pid, uid = messages.peer(self._socket)
