@@ -60,8 +60,6 @@ _CONTROLLER = (
     "io/nvme_command",
     "nvme/software/identify",
     "nvme/model/ssd_model",
-    "storage/file_io",
-    "storage/open_file",
     "storage/storage",
 )
 _FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-DFW_SIMULATOR")

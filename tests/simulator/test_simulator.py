@@ -120,6 +120,15 @@ def test_seed_that_was_checked_as_if_nothing_had_run_out() -> None:
     assert result.failure == ""
 
 
+# The controller ends by blocking calls what the engine has moved in part, or has given back.
+@pytest.mark.parametrize("scenario", ["faults", "files"])
+def test_transfers_that_end_early_fail_no_access(scenario: str) -> None:
+    result = simulate(scenario=scenario, faults="torn=100,wait=60", seeds=(0, 500))
+
+    assert result.failure == ""
+    assert result.schedules == 500
+
+
 # Some of the mistakes were ours, before the simulator found them.
 @pytest.mark.parametrize("name", SAMPLED_MUTANTS)
 def test_mistake_is_found(name: str) -> None:
