@@ -17,11 +17,11 @@ package = types.ModuleType("flashwarp")
 package.__path__ = [str(Path(__file__).parents[1] / "src" / "flashwarp"), extension]
 sys.modules["flashwarp"] = package
 
-from flashwarp._jit import driver, precompiled  # noqa: E402
+from flashwarp._jit import nvrtc, precompiled  # noqa: E402
 from flashwarp.policy import POLICIES  # noqa: E402
 
 architectures = [name for name in chosen if name not in POLICIES]
 policies = [POLICIES[name] for name in chosen if name in POLICIES]
 precompiled.build(Path(output), architectures, policies or POLICIES.values())
-major, minor = driver.nvrtc_version()
+major, minor = nvrtc.version()
 print(f"NVRTC {major}.{minor} compiled the built-in kernels, for drivers of CUDA {major} and later")

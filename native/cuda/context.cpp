@@ -40,6 +40,8 @@ constexpr Result kInvalidValue = 1;
 constexpr Result kNotSupported = 801;
 constexpr unsigned kGreaterOrEqual = 0;
 
+}  // namespace
+
 // CUmemcpyAttributes.
 struct CopyAttributes {
   int source_order;
@@ -56,8 +58,6 @@ struct HostNode {
   void (*call)(void*);
   void* argument;
 };
-
-}  // namespace
 
 struct Driver {
   Result (*ctx_get_current)(Handle* context);

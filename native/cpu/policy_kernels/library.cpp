@@ -1,7 +1,8 @@
 // The built-in kernels, compiled for the CPU device with the replacement policy FW_POLICY: one
 // library for each policy. This is the only list of the kernels.
-#include "flashwarp/entry.cuh"
 #include "flashwarp/kernels/module.cuh"
+
+#include "flashwarp/entry.cuh"
 
 namespace {
 
