@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading  # noqa: F401 - only then does the main thread note its end, see endings.py
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn, TypeVar

@@ -246,7 +246,9 @@ class Open(Protocol):
 
 _open: dict[int, Open] = {}  # in the order of opening
 _last: list[Callable[[], None]] = []  # called after everything in the registry is closed
-_ended = False
+# Whoever uses the package first in an exit function imports this module then: the main thread has
+# ended already, and later registered functions are not called.
+_ended = not threading.main_thread().is_alive()
 
 
 def check_not_ended() -> None:

@@ -73,7 +73,7 @@ def test_table_names_the_reason_and_the_way_out(
     def no_driver() -> int:
         raise DeviceError("libcuda.so.1 was not found")
 
-    monkeypatch.setattr(doctor.driver, "device_count", no_driver)
+    monkeypatch.setattr(doctor.cuda_api, "device_count", no_driver)
 
     assert run("--path", str(tmp_path)) == 0
 

@@ -150,7 +150,12 @@ def _clear(session: int) -> int:
 if __name__ == "__main__":
     import numpy as np  # noqa: F401 - for the programs
 
-    import flashwarp as fw  # noqa: F401
+    import flashwarp as fw
+
+    for (
+        name
+    ) in fw.__all__:  # each is imported when it is first used, which a child may not be able to
+        getattr(fw, name)
 
     PROGRAM = _tend(Path(sys.argv[1]))
     sys.argv = [PROGRAM["name"]]

@@ -519,7 +519,7 @@ def test_stripes_that_cannot_be_are_refused(stripe: Any, words: str) -> None:
     [
         ({"controller": ControllerGroup([plan()])}, "group of 1 controllers.* of 2 members"),
         ({"controller": ControllerGroup([plan()] * 3)}, "group of 3 controllers.* of 2 members"),
-        ({"controller": ControllerGroup([plan("direct"), plan("in_place")])}, "different ways"),
+        ({"controller": ControllerGroup([plan("direct"), plan("in_place")])}, "different routes"),
         ({"controller": [plan(), plan()]}, "no Controller"),
         ({"controller": ControllerGroup([plan()] * 2), "line": "256 KiB"}, "multiple of a line"),
         ({"shape": 1 << 40}, "needs"),
@@ -598,7 +598,7 @@ def memories(count: int) -> list[Storage]:
         (
             lambda folder: Striped([Memory(1 << 18), File(folder / "f", writable=True)]),
             {},
-            "different ways, direct and in_place",
+            "different routes, direct and in_place",
         ),
     ],
 )

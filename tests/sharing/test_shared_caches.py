@@ -97,7 +97,7 @@ def test_client_reads_what_numpy_reads(client: fw.Cache, path: Path) -> None:
         out = np.empty((2, 128), "i4")
         assert x.gather([3, 1], out=out) is out
         np.testing.assert_array_equal(out, ROWS[[3, 1]])
-        assert "route   shared: lines are read in the owner's memory" in str(x.explain())
+        assert "route       shared: lines are read in the owner's memory" in str(x.explain())
         assert "shared=" in x._repr_html_()
 
 

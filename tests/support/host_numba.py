@@ -58,7 +58,7 @@ def _declared() -> str:
     functions += [f"fw_token_{verb}" for verb in ("wait", "done", "status")]
     for scope in ("", "warp_", "block_"):
         functions += [f"fw_file_{scope}{verb}" for verb in _FILE_VERBS]
-    functions += [f"fw_file_{verb}" for verb in ("warp_sync", "block_sync", "size", "capacity")]
+    functions += [f"fw_file_{verb}" for verb in ("warp_flush", "block_flush", "size", "capacity")]
     return " ".join(functions)
 
 

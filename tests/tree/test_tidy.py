@@ -230,7 +230,7 @@ def test_modules_need_each_other_in_one_direction() -> None:
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_the_product_needs_no_measurement(module: str) -> None:
-    if room_of_module(module) not in NO_PRODUCT:
+    if module != "flashwarp.__main__" and room_of_module(module) not in NO_PRODUCT:
         assert {room_of_module(each) for each in needs_of(module)} & NO_PRODUCT == set()
 
 
