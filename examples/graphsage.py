@@ -96,10 +96,10 @@ def loaded(
     for sample in sampler.iterate(seeds):
         features.prefetch(sample.nodes)
         if last is not None:
-            yield last, features.wait()
+            yield last, features.take()
         last = sample
     if last is not None:
-        yield last, features.wait()
+        yield last, features.take()
 
 
 def main(device: str) -> None:

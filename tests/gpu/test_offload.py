@@ -95,7 +95,7 @@ def test_rows_are_bit_equal_along_each_path(path, shift, tmp_path, weight, devic
         tables.tables["ngram_embedding"].check()
         assert torch.equal(found, weight.cuda()[ids])
         report = tables.stats
-        assert report.tables[0].path == path
+        assert report.tables[0].route == path
         assert report.gpu_bytes <= 16 << 20
         assert report.seconds_per_step > 0
 

@@ -303,7 +303,7 @@ def test_report_counts_what_lookups_did(model, folder, tokens):
     assert before.seconds_per_step is None
     assert before.hit_rate == 0
     scaled = {table.name: table for table in first.tables}["scaled"]
-    assert (scaled.rows, scaled.row_bytes, scaled.path) == (ROWS, 80, "direct")
+    assert (scaled.rows, scaled.row_bytes, scaled.route) == (ROWS, 80, "direct")
     assert scaled.bytes_looked_up == tokens.numel() * 80
     assert scaled.bytes_from_storage >= 512 * scaled.misses > 0
     assert second.hit_rate > first.hit_rate
@@ -601,7 +601,7 @@ with torch.device("meta"):
 def anonymous():
     fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
     return int(fields["RssAnon"].split()[0]) << 10
-limits = {"host_memory": "8 MiB", "gpu_memory": "8 MiB"}
+limits = {{"host_memory": "8 MiB", "gpu_memory": "8 MiB"}}
 with flashwarp.torch.offload(model, "0", path, device="cpu", **limits):
     model(torch.randint(0, rows, (100,)))
     before = anonymous()

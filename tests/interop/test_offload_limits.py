@@ -120,17 +120,17 @@ def check_limits_hold() -> None:
 def check_a_refusal_names_what_suffices() -> None:
     with TemporaryDirectory() as folder, gpu() as device:
         model, path = checkpoint(folder, 3, 160)
-        limits = {"ram": 64 * MIB, "gpu": 64 * MIB}
+        limits = {"host_memory": 64 * MIB, "gpu_memory": 64 * MIB}
         for name in limits:
             small = {**limits, name: 1 * MIB}
             with (
                 pytest.raises(CacheError, match=f"{name}={MIB} bytes") as refused,
-                opened(device, model, path, small["ram"], small["gpu"]),
+                opened(device, model, path, small["host_memory"], small["gpu_memory"]),
             ):
                 pass
             suffices = int(re.search(r"at least (\d+) bytes", str(refused.value))[1])
             enough = {**limits, name: suffices}
-            with opened(device, model, path, enough["ram"], enough["gpu"]):
+            with opened(device, model, path, enough["host_memory"], enough["gpu_memory"]):
                 pass
 
 

@@ -148,6 +148,14 @@ class _Queue:
         return next((lane for lane in self.lanes if id(lane) not in taken), None)
 
 
+def _oldest(calls: deque[_Call]) -> _Call | None:
+    """Return the first of calls that other threads may end meanwhile."""
+    try:
+        return calls[0]
+    except IndexError:
+        return None
+
+
 class Calls:
     """The asynchronous calls of one array. Any thread may make them.
 
@@ -508,16 +516,17 @@ class Calls:
 
     def _end_next(self) -> bool:
         for queue in self._queues:
-            for call in [*itertools.islice(queue.calls, 1)]:
-                if self._launcher.on_cpu or self._is_over(queue, call):
-                    self._end(queue, call)
-                    return True
+            call = _oldest(queue.calls)
+            if call is not None and (self._launcher.on_cpu or self._is_over(queue, call)):
+                self._end(queue, call)
+                return True
         return False
 
     def _pause(self, seconds: float) -> None:
         """Wait until a GPU has ended a call, but no longer than this."""
-        first = [call.lane for calls in self._all for call in [*itertools.islice(calls, 1)]]
-        events = [lane.event for lane in first if lane is not None and lane.marked]
+        oldest = [call for calls in self._all if (call := _oldest(calls)) is not None]
+        lanes = [call.lane for call in oldest]
+        events = [lane.event for lane in lanes if lane is not None and lane.marked]
         self._operands.device.wait_any(events, seconds)
 
     def _is_over(self, queue: _Queue, call: _Call) -> bool:
