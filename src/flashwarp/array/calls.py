@@ -428,7 +428,8 @@ class Calls:
     @property
     def on_worker(self) -> bool:
         """Whether the calling thread is the one that ends calls, as in a callback."""
-        return self._worker is not None and threading.get_ident() == self._worker.ident
+        worker = self._worker  # which may end meanwhile
+        return worker is not None and threading.get_ident() == worker.ident
 
     @property
     def ends_here(self) -> bool:

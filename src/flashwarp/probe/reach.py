@@ -312,21 +312,21 @@ class _Reach:
 
         def once() -> float:
             x.drop_cache()
-            return wall_seconds(self._through(tiles()))
+            return wall_seconds(self._through(tiles(), library))
 
         seconds = median_of(once, self.runs)
         right, first = True, 0
         for tile in tiles():
-            self.device.wait()
+            self.device.wait(self.device.current_stream(library))  # which the tile arrives in
             right &= self._holds(tile, first, len(tile))
             first += len(tile)
         return seconds, right and first == self.rows
 
-    def _through(self, tiles: Iterator[Any]) -> Callable[[], None]:
+    def _through(self, tiles: Iterator[Any], library: str) -> Callable[[], None]:
         def loop() -> None:
             for _ in tiles:
                 pass
-            self.device.wait()
+            self.device.wait(self.device.current_stream(library))
 
         return loop
 
