@@ -417,3 +417,12 @@ def test_limits_that_are_no_sizes_are_refused_at_once(name, monkeypatch, tmp_pat
 
     with pytest.raises(ArgumentError, match=f"{name}='much' is not a size"):
         plugin.register()
+
+
+@pytest.mark.parametrize(("old", "new"), [("RAM", "HOST_MEMORY"), ("GPU", "GPU_MEMORY")])
+def test_limits_by_old_names_are_refused(old, new, monkeypatch, tmp_path):
+    environment(monkeypatch, tmp_path, plugin.KNOWN_VERSIONS[0])
+    monkeypatch.setenv(f"FLASHWARP_VLLM_{old}", "1 GiB")
+
+    with pytest.raises(ArgumentError, match=f"is now FLASHWARP_VLLM_{new}: rename it"):
+        plugin.register()

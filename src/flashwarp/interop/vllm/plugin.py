@@ -20,6 +20,7 @@ KNOWN_VERSIONS = ("0.33.0",)
 
 _TABLES = "FLASHWARP_VLLM_TABLES"
 _HOST, _GPU = "FLASHWARP_VLLM_HOST_MEMORY", "FLASHWARP_VLLM_GPU_MEMORY"
+_RENAMED = {"FLASHWARP_VLLM_RAM": _HOST, "FLASHWARP_VLLM_GPU": _GPU}
 
 _ABSTRACT = "vllm.models.qwen4_exp.common.ngram_embedding"
 # Who makes the tables, by classes that it has imported under these names.
@@ -45,7 +46,7 @@ def register() -> None:
     ------
     ArgumentError
         If vLLM is of a version that this adapter does not know: its tables would silently be
-        resident, or read wrongly. If a limit is no size.
+        resident, or read wrongly. If a limit is no size, or has the name of an earlier version.
     """
     files = os.environ.get(_TABLES)
     if not files:
@@ -56,6 +57,9 @@ def register() -> None:
             f"{_TABLES} is set, and vLLM is of version {version}, whose tables flashwarp does not "
             f"know: install {' or '.join(KNOWN_VERSIONS)}, or unset it"
         )
+    for old, new in _RENAMED.items():
+        if old in os.environ:
+            raise ArgumentError(f"{old}={os.environ[old]!r} is now {new}: rename it")
     limits = {
         name: parse_bytes(os.environ.get(variable, default), variable)
         for name, variable, default in (
