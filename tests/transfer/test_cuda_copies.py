@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -170,14 +172,48 @@ def check_nothing_is_given_back_while_the_gpu_works() -> None:
     device = CudaDevice(0)
     fake().fake_hold(device.own_stream())
     found = pooled(device, 9)
-    # One was taken out, and waits.
-    assert _waiting.until(lambda: len(found.shared.free) == 8, 20) is None
-    time.sleep(0.1)
+    time.sleep(0.2)
+    assert len(found.shared.free) == 9
     assert fake().fake_count(b"cuMemHostUnregister") == 0
 
     fake().fake_hold(0)
 
     assert _waiting.until(lambda: len(found.shared.free) == 2, 20) is None
+
+
+def check_buffers_are_pinned_ahead_while_the_gpu_works() -> None:
+    device = CudaDevice(0)
+    fake().fake_hold(device.own_stream())
+    found = pooled(device, 9)
+    time.sleep(0.2)  # the thread would give back
+
+    with TransferClient(device, "ahead", 3 << 16, 1 << 16, reserved=True, ahead=True) as client:
+        assert _waiting.until(lambda: client.allocated_bytes == 3 << 16, 20) is None
+    assert found._pinning is None
+    fake().fake_hold(0)
+
+
+def check_another_thread_follows_one_that_failed() -> None:
+    printed: list[object] = []
+    threading.excepthook = printed.append
+    device = CudaDevice(0)
+    idle, failing_once = device.idle, [RuntimeError("no reason")]
+
+    def idle_or_failing() -> bool:
+        return idle() if not failing_once else _raise(failing_once.pop())
+
+    device.idle = idle_or_failing  # type: ignore[method-assign]
+    found = pooled(device, 9)
+    assert _waiting.until(lambda: printed, 20) is None
+    assert _waiting.until(lambda: found._keeper is None, 20) is None
+
+    pooled(device, 9)
+
+    assert _waiting.until(lambda: len(found.shared.free) == 2, 20) is None
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def check_a_block_is_given_back_piece_by_piece() -> None:

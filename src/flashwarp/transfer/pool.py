@@ -288,17 +288,22 @@ class Pool:
             endings.start(self._keeper)
 
     def _keep(self) -> None:
-        while self._goes_on():
+        try:
+            while self._goes_on():
+                with self.lock:
+                    self.sort_returned()
+                    client = self._pinning = self._next_ahead()
+                    if client is None and not self._has_much:
+                        self._keeper = None
+                        return
+                if client is not None:
+                    self._pin_for(client)
+                elif not self._give_back():
+                    time.sleep(_LOOK_S)
+        except BaseException:  # which the interpreter prints
             with self.lock:
-                self.sort_returned()
-                client = self._pinning = self._next_ahead()
-                if client is None and not self._has_much:
-                    self._keeper = None
-                    return
-            if client is not None:
-                self._pin_for(client)
-            elif not self._give_back():
-                time.sleep(_LOOK_S)
+                self._keeper = None  # the next call starts another one
+            raise
 
     def _goes_on(self) -> bool:
         return not endings.ended() and not self.device._closed
@@ -322,30 +327,34 @@ class Pool:
             block = Block(self.device, client.buffer_bytes)
         except FlashwarpError as error:
             failure = error
-        with self.lock:
-            self._take(client, -client.buffer_bytes)
-            if block is not None:
-                client.room.free[block.address] = block
-            elif failure is not None:
-                client.note_failure(failure)
-            self._pinning = None
+        finally:
+            with self.lock:
+                self._take(client, -client.buffer_bytes)
+                if block is not None:
+                    client.room.free[block.address] = block
+                elif failure is not None:
+                    client.note_failure(failure)
+                self._pinning = None
 
     def _give_back(self) -> bool:
         """Give back the block that has been free for longest, if nobody has used it for a while."""
         with self.lock:
             block = next(iter(self.shared.free.values()), None)
-            if block is None or time.monotonic() - block.used_s < _IDLE_S:
+        if block is None or time.monotonic() - block.used_s < _IDLE_S or not self.device.idle():
+            return False
+        with self.lock:
+            if self.shared.free.pop(block.address, None) is None:  # somebody has it again
                 return False
-            del self.shared.free[block.address]
         block.close(self._until_idle)
         return True
 
     def _until_idle(self) -> None:
         """Wait until no work is known to run: the end of a registration waits for all of it.
 
-        And keeps other threads from copies meanwhile. A device that is never idle keeps its memory.
+        And keeps other threads from copies meanwhile. A device that is never idle keeps its memory;
+        one that works again within a block ends the wait when somebody wants memory pinned.
         """
-        while self._goes_on() and not self.device.idle():
+        while self._goes_on() and not self._ahead and not self.device.idle():
             time.sleep(_LOOK_S)
 
 
@@ -491,8 +500,8 @@ class TransferClient(endings.OfProcess):
         size = self.buffer_bytes if nbytes is None else integer("nbytes", nbytes, 1, _MOST)
         if size > self.budget_bytes:
             raise ArgumentError(
-                f"{size} bytes are more than the budget of {self.budget_bytes} bytes of staging "
-                "memory: raise it"
+                f"{size} bytes are more than the budget of {self.budget_bytes} bytes of transfer "
+                "buffers: raise it"
             )
         return size
 
