@@ -1,4 +1,4 @@
-"""What benchmarks share: their record with its rows and what it leaves out, and their options."""
+"""Records and options of benchmarks. A record has rows, and names each part that was left out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Value = TypeVar("Value", int, float, str)
 
 
 class Record(Report):
-    """The report of a run: rows beside ceilings or alternatives, and what was not measured."""
+    """The report of a run: rows beside ceilings or alternatives, and parts that were left out."""
 
     _end = math.inf
 
@@ -43,13 +43,13 @@ class Record(Report):
         return True
 
     def leave_out(self, name: str, why: str) -> None:
-        """Note what is not measured."""
+        """Note a part that is left out, with the reason."""
         self.settings.setdefault("left out", {})[name] = why[:500]
         print(f"left out: {name}: {why}", flush=True)
 
 
 def listed(option: str, text: str, allowed: Sequence[str] = ()) -> list[str]:
-    """Return the names in the text of an option, which commas part; refuse what is not allowed."""
+    """Split the text of an option at its commas; refuse names that are not allowed."""
     names = [each.strip() for each in text.split(",")]
     for name in names if allowed else ():
         if name not in allowed:
