@@ -15,6 +15,8 @@ import contextlib
 import os
 import sys
 import threading
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -271,6 +273,49 @@ def remember(thing: Open) -> None:
 def forget(thing: Open) -> None:
     """Remove an object that was closed from the registry."""
     _open.pop(id(thing), None)
+
+
+class Holder:
+    """The registry's entry of an object that is closed when nobody holds it any more.
+
+    The registry holds the object weakly. Its ``__del__`` calls `lost`.
+    """
+
+    def __init__(self, thing: Any) -> None:
+        self.device = thing.device
+        self._thing: Callable[[], Any] = weakref.ref(thing)
+        self._lock = Lock()
+        self._pid = os.getpid()
+
+    def close(self) -> BaseException | None:
+        """Close the object, if somebody holds it; wait if a thread closes it now."""
+        with self._lock:
+            thing = self._thing()
+            try:
+                if thing is not None:
+                    thing.close()
+            except Exception as error:
+                return error
+        return None
+
+    def lost(self, thing: Any) -> None:
+        """Warn, and close the object in a thread; the registry holds it until then.
+
+        The garbage collector calls this in any thread, which may hold what the end waits for.
+        """
+        if _ended or thing.closed or os.getpid() != self._pid:
+            return
+        self._thing = lambda: thing
+        try:
+            warnings.warn(f"{thing!r} was not closed", ResourceWarning, stacklevel=3)
+        finally:  # a warning may be raised as an error
+            with contextlib.suppress(RuntimeError):  # no thread: the registry closes it
+                start(threading.Thread(target=self._end, name="flashwarp closing"))
+
+    def _end(self) -> None:
+        failure = self.close()
+        if failure is not None:
+            raise failure
 
 
 def close_all(device: object = None) -> BaseException | None:

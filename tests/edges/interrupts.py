@@ -218,8 +218,18 @@ class Left:
             sum(".npy" in line or "io_uring" in line for line in maps.splitlines()),
         )
 
+    @classmethod
+    def settled(cls) -> Left:
+        """Look once the closing of what is lost has ended."""
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "flashwarp closing":
+                thread.join(LIMIT_S)
+        return cls.now()
+
     def check(self) -> None:
-        end = time.monotonic() + 3
+        """Raise Wrong if more is left than before."""
+        end = time.monotonic() + LIMIT_S
         while True:
             now = Left.now()
             within = (

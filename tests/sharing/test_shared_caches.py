@@ -537,12 +537,12 @@ def test_clients_open_files_alone(client: fw.Cache, path: Path, tmp_path: Path) 
 
 
 def test_what_needs_kernels_says_so(client: fw.Cache, path: Path) -> None:
-    with fw.open(path, cache=client) as x:
+    with fw.open(path, cache=client) as x, fw.Pipeline(x, 2) as pipeline:
         for use in (
             lambda: x.kernel_handle,
             lambda: x.gather_async([1]),
             lambda: x.service.queues,
-            lambda: list(fw.Pipeline(x, 2).iterate([[1, 2]])),
+            lambda: pipeline.prefetch([1, 2]),
             lambda: record(x).__enter__(),
         ):
             with pytest.raises(SharedCacheError, match="is the owner's"):

@@ -13,6 +13,7 @@ import functools
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -113,13 +114,22 @@ class Serving:
     """Answers the clients of one cache that this process owns."""
 
     def __init__(self, cache: Cache) -> None:
-        self.cache = cache
+        # Weakly: a cache that its program has lost is closed, although its threads serve on.
+        self._cache = weakref.ref(cache)
         self._exports: dict[tuple[int, int, int, int], _Export] = {}
         self._lock = endings.Lock()
 
     def begin(self, pid: int) -> _Session:
         """Make the session of a client."""
         return _Session(self, pid)
+
+    @property
+    def cache(self) -> Cache:
+        """The cache; raises SharedCacheError if its program has lost it."""
+        found = self._cache()
+        if found is None:
+            raise SharedCacheError("the owner closes the shared cache")
+        return found
 
     @property
     def opened(self) -> int:

@@ -430,6 +430,7 @@ class Cache(Closing):
         try:
             self._allocate(resolve(self._asked_device))
             self._owner.start(self, self._facts)
+            self._held = endings.Holder(self)
         except BaseException:
             self._owner.close()
             self._free()
@@ -855,6 +856,11 @@ class Cache(Closing):
                 client.close()
             else:
                 self._free()
+
+    def __del__(self) -> None:
+        # One that clients have used stays, for them: its sessions, or files that are warm, hold it.
+        if "_held" in self.__dict__:
+            self._held.lost(self)
 
     def _check_unused(self, arrays: int) -> None:
         if arrays > 0:

@@ -150,7 +150,8 @@ class Checkpointer(endings.Closing):
         self._stager = Stager(self._core, self._system.storing)
         self._lookup = Lookup(self._core, self._system)
         self._durability = Durability(self._core, self.path, self._system.remote)
-        endings.remember(self)
+        self._held = endings.Holder(self)
+        endings.remember(self._held)
 
     # Regions.
 
@@ -580,7 +581,11 @@ class Checkpointer(endings.Closing):
             core.futures.clear()
             core.closed = True
             core.wake()
-        endings.forget(self)
+        endings.forget(self._held)
+
+    def __del__(self) -> None:
+        if "_held" in self.__dict__:
+            self._held.lost(self)
 
     # Helpers.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -551,6 +552,10 @@ class Pipeline(endings.OfProcess):
         self._buffers.close()
         _raise_first(failures)
 
+    def __del__(self) -> None:
+        if "_entry" in self.__dict__:
+            self._entry.lost(self)
+
     # Checks.
 
     @property
@@ -606,13 +611,13 @@ def _raise_first(failures: list[BaseException]) -> None:
         raise first
 
 
-class _Entry:
+class _Entry(endings.Holder):
     """The pipeline in the registry of what is open, and among what stands on its array."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.device: Any = pipeline.array.device
+        super().__init__(pipeline.array)
+        self._thing = weakref.ref(pipeline)
         self.generator: Callable[[], Any] = lambda: None
-        self._pipeline = pipeline
         self._dependents = pipeline.array._attachment.dependents
 
     def enter(self) -> None:
@@ -629,7 +634,6 @@ class _Entry:
             generator = self.generator()
             if generator is not None:
                 generator.close()
-            self._pipeline.close()
         except FlashwarpError as error:
             return error
-        return None
+        return super().close()

@@ -176,6 +176,9 @@ class Connection:
         if process >= 0:
             os.close(process)
 
+    def __del__(self) -> None:
+        self.close()
+
 
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
