@@ -404,6 +404,16 @@ def test_fork_of_the_owner_does_not_hide_its_death(path: Path, folder: Path) -> 
             os.kill(child, signal.SIGKILL)
 
 
+def test_forked_child_of_the_owner_ends_nothing(path: Path, folder: Path) -> None:
+    with Program(folder) as owner, Program(folder) as client:
+        owner.run(OWNER)
+        owner.run("child = os.fork()\nif child == 0: cache.close(); os._exit(0)\nos.wait()")
+
+        client.run(f"{CLIENT}\n{opens(path)}")
+
+        assert client.run("result = int(x[5, 0])") == 5 * 128
+
+
 def test_forked_child_of_a_client_opens_the_cache_itself(
     owner: fw.Cache, path: Path, folder: Path
 ) -> None:

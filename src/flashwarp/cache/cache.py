@@ -32,7 +32,6 @@ from flashwarp.cache.structs import (
 from flashwarp.config import integer, parse_bytes
 from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
 from flashwarp.device.memory import Exported
-from flashwarp.endings import Closing
 from flashwarp.errors import (
     ArgumentError,
     CacheError,
@@ -284,7 +283,7 @@ class _NoMemory(CacheError, AttributeError):
 
 
 @renamed
-class Cache(Closing):
+class Cache(endings.OfProcess):
     """A set-associative cache of lines in device memory.
 
     Parameters
@@ -352,6 +351,7 @@ class Cache(Closing):
     capacity: int
     set_count: int
     metadata_bytes: int
+    _kind = "cache"
     address: int
     geometry: GeometryStruct
     _metadata: DeviceMemory
@@ -369,6 +369,7 @@ class Cache(Closing):
         *,
         shared: str | None = None,
     ) -> None:
+        super().__init__()
         self._owner: Owner | None = None
         self._client: Client | None = None
         self.shared = shared
@@ -401,7 +402,6 @@ class Cache(Closing):
         self._opening = 0
         self._tables: weakref.WeakSet[object] = weakref.WeakSet()
         self._refused = 0  # before the memory was given back
-        self._closed = False
         self._asked_device = None if device is None else resolve(device)
         if self._wanted is not None:
             self._divide(self._wanted)
@@ -831,7 +831,7 @@ class Cache(Closing):
             self._give_back()
 
     def close(self) -> None:
-        """Free the memory. May be called twice.
+        """Free the memory. May be called twice. In a forked child it does nothing.
 
         Raises CacheError while arrays are attached: close them first, so that nothing is lost. The
         owner of a shared cache also closes the arrays that clients have open, whose next call
@@ -840,6 +840,8 @@ class Cache(Closing):
         endings.uninterrupted(self._close)
 
     def _close(self) -> None:
+        if self._in_child:  # it would take the shared cache's name from its owner
+            return
         if self._owner is not None and not self._closed:
             # First: it waits for what is being closed for a client, which then is no volume.
             opened = self._owner.opened
