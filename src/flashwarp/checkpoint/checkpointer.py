@@ -144,7 +144,6 @@ class Checkpointer(endings.Closing):
         self._system = System(self.path, device, cache_bytes, remote, self.rank, self.settings)
         self.device = self._system.device
         self._core = self._system.core
-        self._directory = self._system.directory
         self._regions = RegionSet(self.device)
         self._restorer = Restorer(self._core, self._system.storing)
         self._stager = Stager(self._core, self._system.storing)
@@ -344,9 +343,8 @@ class Checkpointer(endings.Closing):
         With ``verify=False`` only manifests and the sizes of files are looked at; otherwise all
         bytes of a version are read that is not in a cache, and of all ranks that share the folder.
         """
-        limit = (
-            SIZE_MAX if max_version is None else integer("max_version", max_version, 0, SIZE_MAX)
-        )
+        most = SIZE_MAX if max_version is None else max_version
+        limit = integer("max_version", most, 0, SIZE_MAX)
         return self._lookup.newest(name, limit, verify=flag("verify", verify))
 
     def recover_size(self, version: int, region: str, name: str = "default") -> int:
