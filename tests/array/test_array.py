@@ -7,7 +7,6 @@ device, which runs the device code of the GPU.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import resource
@@ -23,10 +22,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp import _native
-from flashwarp.array import rows
-from flashwarp.cache import miss_list, structs
 from flashwarp.errors import BoundsError, CacheError, RouteError
-from flashwarp.nvme import queue_pair
 from flashwarp.storage import File, Memory, Replicated, Storage, Striped
 
 Reference = npt.NDArray[Any]
@@ -609,41 +605,6 @@ def test_fifteen_tebibytes_open_like_one_gibibyte(tmp_path: Path) -> None:
     small, large = costs.values()
     assert large[0] < small[0] + 0.5
     assert large[1] < 64 << 10, "ru_maxrss counts KiB"
-
-
-# What host and device agree on.
-
-MIRRORS: dict[str, type[ctypes.Structure]] = {
-    "transport": queue_pair.TransportStruct,
-    "queue_pair": queue_pair.QueuePairStruct,
-    "counters": structs.CountersStruct,
-    "error_record": structs.ErrorRecordStruct,
-    "failure": structs.FailureStruct,
-    "failure_log": structs.FailureLogStruct,
-    "lease": queue_pair.LeaseStruct,
-    "volume": structs.VolumeStruct,
-    "geometry": structs.GeometryStruct,
-    "line_cache": structs.LineCacheStruct,
-    "host_tier": structs.HostTierStruct,
-    "array": rows.ArrayStruct,
-    "row_params": rows.RowParams,
-    "list_use": miss_list.ListUseStruct,
-    "drive_addressing": queue_pair.DriveAddressingStruct,
-    "miss_list": miss_list.MissListStruct,
-    "maintenance_params": rows.MaintenanceParams,
-}
-
-
-@pytest.mark.parametrize("name", MIRRORS)
-def test_mirrored_structures_have_the_same_layout(name: str) -> None:
-    mirror = MIRRORS[name]
-    members = {m: n for (structure, m), n in _native.layouts().items() if structure == name}
-    assert ctypes.sizeof(mirror) == members.pop("")
-    assert {m: getattr(mirror, m).offset for m in members} == members
-
-
-def test_detached_commands_take_what_is_allocated() -> None:
-    assert _native.layouts()["detached_command", ""] == queue_pair._DETACHED_BYTES
 
 
 def test_a_waiter_drains_every_queue(tmp_path: Path) -> None:

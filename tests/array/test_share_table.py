@@ -350,13 +350,11 @@ def code_bytes(artifact: Any) -> int:
 # The host's half.
 
 
-def test_struct_is_that_of_the_header() -> None:
+def test_the_most_entries_are_those_of_the_header() -> None:
     text = HEADER.read_text()
 
-    [size] = re.findall(r"sizeof\(share_table\) == (\d+)", text)
     [shift] = re.findall(r"kShareEntriesMax = 1u << (\d+)", text)
 
-    assert len(bytes(ShareTableStruct())) == int(size)
     assert 1 << int(shift) == ENTRIES_MAX
 
 

@@ -443,15 +443,3 @@ def test_what_is_no_file_for_kernels_is_refused(
         pytest.raises(DtypeError, match="int32"),
     ):
         KernelFile(numbers)
-
-
-def test_layouts_match_the_header(program: fw.program.Program) -> None:
-    import ctypes
-
-    from flashwarp.file.kernel_file import FileStateStruct, FileStruct
-
-    assert ctypes.sizeof(FileStruct) == 96
-    assert FileStruct.state.offset == 72
-    assert FileStruct.mode.offset == 80
-    assert FileStruct.fixed_size.offset == 88
-    assert ctypes.sizeof(FileStateStruct) == 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp import _native
 from flashwarp import device as devices
 from flashwarp.errors import (
     ArgumentError,
@@ -23,7 +21,6 @@ from flashwarp.errors import (
     DtypeError,
     ReadOnlyError,
 )
-from flashwarp.pipeline import structs
 from flashwarp.pipeline.device_calls import DeviceCalls
 from flashwarp.pipeline.engine import BatchEngine
 from flashwarp.storage import File, Memory
@@ -136,25 +133,6 @@ def calls(table: np.ndarray) -> Iterator[DeviceCalls]:
 
 def out(count: int = 1) -> np.ndarray:
     return np.zeros(count, np.uint64)
-
-
-@pytest.mark.parametrize(
-    ("name", "mirror"),
-    [
-        ("batch_request", structs.RequestStruct),
-        ("batch_result", structs.ResultStruct),
-        ("batch_regions", structs.RegionsStruct),
-        ("batch_slot_state", structs.SlotStateStruct),
-        ("batch_direction", structs.DirectionStruct),
-        ("pipeline", structs.PipelineStruct),
-    ],
-)
-def test_structs_match_device_layout(name: str, mirror: type[ctypes.Structure]) -> None:
-    members = {m: n for (structure, m), n in _native.layouts().items() if structure == name}
-
-    assert ctypes.sizeof(mirror) == members.pop("")
-    for member, offset in members.items():
-        assert getattr(mirror, member).offset == offset, member
 
 
 @pytest.mark.parametrize("warps", [1, 2])

@@ -24,7 +24,7 @@ def put_in_terms_of_a_drive(
     """
     regions = queues.buffer_regions
     begin = regions[0][0] if regions else 0
-    place = DriveAddressingStruct(begin, 0, 0, 4096, 1, lba_shift, 0, 0, 0)
+    place = DriveAddressingStruct(begin=begin, page_bytes=4096, nsid=1, lba_shift=lba_shift)
     device = queues.device
     table = NamespacePart.table(extents)
     memory = device.allocate(ctypes.sizeof(place) + len(table))

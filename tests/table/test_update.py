@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp import _native, errors
-from flashwarp.table import update
+from flashwarp import errors
 from flashwarp.table.update import RULES, Gradients, Rates, RowUpdate
 from flashwarp.testing import Faulty
 
@@ -174,12 +171,3 @@ def test_tables_that_cannot_be_trained_are_refused():
         RowUpdate(x, 8, RULES["sgd"])
     with pytest.raises(errors.ArgumentError, match="ndarray"):
         RowUpdate(table, 8, RULES["sgd"])
-
-
-@pytest.mark.parametrize(
-    ("name", "mirror"), [("sum_params", update.SumParams), ("update_params", update.UpdateParams)]
-)
-def test_mirrored_structures_have_the_same_layout(name, mirror):
-    members = {m: n for (structure, m), n in _native.layouts().items() if structure == name}
-    assert ctypes.sizeof(mirror) == members.pop("")
-    assert {m: getattr(mirror, m).offset for m in members} == members

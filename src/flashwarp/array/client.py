@@ -35,6 +35,7 @@ from flashwarp.array.stats import Stats
 from flashwarp.cache.cache import Cache
 from flashwarp.cache.shared import Client
 from flashwarp.device import DeviceMemory
+from flashwarp.device.layouts import fields_of
 from flashwarp.errors import (
     BoundsError,
     ClosedError,
@@ -43,7 +44,6 @@ from flashwarp.errors import (
     OwnerLostError,
     SharedCacheError,
 )
-from flashwarp.nvme.queue_pair import u64
 from flashwarp.policy import CLOCK
 from flashwarp.sharing.messages import ITEMS_MAX
 from flashwarp.storage import files, npy
@@ -72,10 +72,7 @@ class _Found(NamedTuple):
 class ClientParams(ctypes.Structure):
     """Mirror of `kernels::client_params`."""
 
-    _fields_ = (
-        ("rows", RowParams),
-        *u64("line_begin", "epoch", "epoch_opened", "missed", "list", "handed", "places", "count"),
-    )
+    _fields_ = fields_of("client_params", rows=RowParams)
 
 
 class _Owners:

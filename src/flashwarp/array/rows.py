@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from flashwarp.cache.miss_list import ListUseStruct
 from flashwarp.cache.structs import GeometryStruct
+from flashwarp.device.layouts import fields_of
 from flashwarp.errors import BoundsError, IndexDtypeError
-from flashwarp.nvme.queue_pair import u32, u64
 
 # Of narrower rows, each lane copies one element. A warp for each row would leave most lanes idle.
 _WIDE_ROW_BYTES = 256
@@ -81,30 +81,19 @@ class RowFormat:
 class ArrayStruct(ctypes.Structure):
     """Mirror of `fw::array<T>`: the argument of a kernel for one array."""
 
-    _fields_ = (("geometry", GeometryStruct), *u64("cache", "volume", "line_begin", "length"))
+    _fields_ = fields_of("array", geometry=GeometryStruct)
 
 
 class RowParams(ctypes.Structure):
     """Mirror of `kernels::row_params`."""
 
-    _fields_ = (
-        ("geometry", GeometryStruct),
-        *u64("cache", "volume", "indices", "index_count", "rows", "row_bytes", "row_count"),
-        *u64("from_front", "from_end", "look_ahead", "strays"),
-        *u32("index_bytes", "segments", "batch", "reserved"),
-        ("misses", ListUseStruct),
-    )
+    _fields_ = fields_of("row_params", geometry=GeometryStruct, misses=ListUseStruct)
 
 
 class MaintenanceParams(ctypes.Structure):
     """Mirror of `kernels::maintenance_params`."""
 
-    _fields_ = (
-        *u64("cache", "volume", "line_begin", "line_end", "lba"),
-        *u32("lba_count", "opcode"),
-        *u64("prp1"),
-        *u32("cdw10", "drop"),
-    )
+    _fields_ = fields_of("maintenance_params")
 
 
 def element_bytes(row_bytes: int, *alignments: int) -> int | None:

@@ -13,9 +13,9 @@ from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.cache.cache import Cache
 from flashwarp.config import integer
+from flashwarp.device.layouts import fields_of
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, ClosedError, SharedCacheError, ShareError
-from flashwarp.nvme.queue_pair import u32, u64
 
 __all__ = ["ENTRIES_MAX", "ShareTable", "ShareTableStruct"]
 
@@ -33,10 +33,7 @@ _NAMED_MAX = 4
 class ShareTableStruct(ctypes.Structure):
     """Mirror of `cache::share_table`."""
 
-    _fields_ = (
-        *u64("words", "copies", "locks", "overflows"),
-        *u32("bucket_bits", "reserved"),
-    )
+    _fields_ = fields_of("share_table")
 
 
 class ShareTable(Closing):

@@ -268,7 +268,7 @@ class Volume:
         return {
             field[0]: sum(int(getattr(shard, field[0])) for shard in shards)
             for field in CountersStruct._fields_
-            if field[0] != "_reserved"
+            if not field[0].startswith("_")
         }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-from flashwarp.nvme.queue_pair import u32, u64
+from flashwarp.device.layouts import fields_of
 
 if TYPE_CHECKING:
     from flashwarp.device import Device, DeviceMemory
@@ -28,22 +28,13 @@ _LINES_MIN = 1 << 10
 class MissListStruct(ctypes.Structure):
     """Mirror of `cache::miss_list`."""
 
-    _fields_ = (
-        *u64("state"),
-        ("_pad", ctypes.c_uint8 * 120),
-        *u64("head"),
-        ("_pad2", ctypes.c_uint8 * 120),
-        *u64("tail"),
-        ("_pad3", ctypes.c_uint8 * 120),
-        *u32("capacity_log2"),
-        ("_pad4", ctypes.c_uint8 * 124),
-    )
+    _fields_ = fields_of("miss_list")
 
 
 class ListUseStruct(ctypes.Structure):
     """Mirror of `cache::list_use`: how a launch uses a list."""
 
-    _fields_ = (*u64("list", "launch"), *u32("blocks", "batch"))
+    _fields_ = fields_of("list_use")
 
 
 def allocate_misses(

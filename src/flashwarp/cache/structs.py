@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-from flashwarp.nvme.group import NAMESPACES_MAX
-from flashwarp.nvme.queue_pair import u32, u64
+from flashwarp.device.layouts import fields_of
 
 FAILURES_KEPT = 8
 """`kFailuresKept`: unread entries that a sequence of failures holds."""
@@ -20,84 +19,54 @@ EPOCH_BYTES = 8
 class GeometryStruct(ctypes.Structure):
     """Mirror of `cache::geometry`."""
 
-    _fields_ = (
-        *u64("tags", "frames", "set_count", "set_reciprocal"),
-        *u32("ways", "line_shift"),
-    )
+    _fields_ = fields_of("geometry")
 
 
 class HostTierStruct(ctypes.Structure):
     """Mirror of `cache::host_tier`."""
 
-    _fields_ = (*u64("tags", "frames"), *u32("subsets", "reserved"))
+    _fields_ = fields_of("host_tier")
 
 
 class LineCacheStruct(ctypes.Structure):
     """Mirror of `cache::line_cache`."""
 
-    _fields_ = (
-        ("geometry", GeometryStruct),
-        *u64("set_control", "volumes"),
-        *u32("page_bytes", "tier_ways"),
-        ("tier", HostTierStruct),
-        *u32("refusals", "volume_end"),
-        ("_pad", ctypes.c_uint8 * 32),
-    )
+    _fields_ = fields_of("line_cache", geometry=GeometryStruct, tier=HostTierStruct)
 
 
 class QueueSpanStruct(ctypes.Structure):
     """Mirror of `cache::queue_span`."""
 
-    _fields_ = u32("first", "count")
+    _fields_ = fields_of("queue_span")
 
 
 class FailureStruct(ctypes.Structure):
     """Mirror of `cache::failure`."""
 
-    _fields_ = (
-        *u64("where"),
-        *u32("status", "opcode", "number", "reserved"),
-        *u64("limit"),
-    )
+    _fields_ = fields_of("failure")
 
 
 class ErrorRecordStruct(ctypes.Structure):
     """Mirror of `cache::error_record`."""
 
-    _fields_ = (
-        ("commands", FailureStruct * FAILURES_KEPT),
-        ("indices", FailureStruct * FAILURES_KEPT),
-    )
+    _fields_ = fields_of("error_record", commands=FailureStruct, indices=FailureStruct)
 
 
 class FailureLogStruct(ctypes.Structure):
     """Mirror of `cache::failure_log`."""
 
-    _fields_ = u32("noted", "read", "untold", "reserved")
+    _fields_ = fields_of("failure_log")
 
 
 class VolumeStruct(ctypes.Structure):
     """Mirror of `cache::volume`."""
 
-    _fields_ = (
-        *u64("line_begin", "line_count", "bytes", "queues", "events", "errors"),
-        *u32("queue_count", "spread"),
-        *u64("lease", "stripe_lines", "replica_writes"),
-        *u32("namespace_count", "failed", "path", "attached"),
-        ("spans", QueueSpanStruct * NAMESPACES_MAX),
-        ("commands", FailureLogStruct),
-        ("indices", FailureLogStruct),
-        *u32("visitors"),
-        ("_pad", ctypes.c_uint8 * 60),
+    _fields_ = fields_of(
+        "volume", spans=QueueSpanStruct, commands=FailureLogStruct, indices=FailureLogStruct
     )
 
 
 class CountersStruct(ctypes.Structure):
     """Mirror of `cache::counters`."""
 
-    _fields_ = (
-        *u64("hits", "misses", "evictions", "write_backs", "bytes_read", "bytes_written"),
-        *u64("bytes_used", "errors", "tier_hits", "tier_lines", "kernel_misses"),
-        *u64("kernel_bytes_read", "bypasses"),
-        ("_reserved", ctypes.c_uint64 * 3),
-    )
+    _fields_ = fields_of("counters")

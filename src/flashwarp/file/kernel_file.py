@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashwarp.config import integer
+from flashwarp.device.layouts import fields_of
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, ClosedError, DtypeError
 
@@ -19,25 +20,18 @@ __all__ = ["FileStateStruct", "FileStruct", "KernelFile", "read_size"]
 
 LINES_AHEAD_MAX = 1 << 16
 _READ, _WRITE = 1, 2
-_ARRAY_BYTES = 72
 
 
 class FileStateStruct(ctypes.Structure):
     """Mirror of `fw::file_state`."""
 
-    _fields_ = (("size", ctypes.c_uint64),)
+    _fields_ = fields_of("file_state")
 
 
 class FileStruct(ctypes.Structure):
     """Mirror of `fw::file`."""
 
-    _fields_ = (
-        ("bytes", ctypes.c_uint8 * _ARRAY_BYTES),
-        ("state", ctypes.c_uint64),
-        ("mode", ctypes.c_uint32),
-        ("lines_ahead", ctypes.c_uint32),
-        ("fixed_size", ctypes.c_uint64),
-    )
+    _fields_ = fields_of("file")
 
 
 class KernelFile(Closing):
@@ -97,7 +91,7 @@ class KernelFile(Closing):
         handle = bytes(self.array.kernel_handle)
         return bytes(
             FileStruct(
-                bytes=(ctypes.c_uint8 * _ARRAY_BYTES).from_buffer_copy(handle),
+                bytes=tuple(handle),
                 state=self._state.address,
                 mode=_READ | (_WRITE if self.array.writable else 0),
                 lines_ahead=self._ahead,

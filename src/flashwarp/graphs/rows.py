@@ -9,10 +9,10 @@ import numpy as np
 
 from flashwarp.array.array import Array
 from flashwarp.device import CpuDevice
+from flashwarp.device.layouts import fields_of
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError
 from flashwarp.graphs.csr import CsrGraph
-from flashwarp.nvme.queue_pair import u32, u64
 
 __all__ = ["Rows", "RowsStruct"]
 
@@ -32,11 +32,7 @@ _MUCH = 1 / 4
 class RowsStruct(ctypes.Structure):
     """Mirror of `fw::graph::rows`."""
 
-    _fields_ = (
-        *u64("offsets", "first", "vertices", "entries", "chunks"),
-        *u32("chunk_log2", "ahead", "backwards", "reserved"),
-        *u64("in_place"),
-    )
+    _fields_ = fields_of("graph_rows")
 
 
 class Rows(Closing):

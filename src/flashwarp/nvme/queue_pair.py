@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from flashwarp import _native, endings
 from flashwarp.device import Device
+from flashwarp.device.layouts import fields_of, size_of
 from flashwarp.device.memory import DeviceMemory, align_up
 from flashwarp.endings import NotCopied
 from flashwarp.transfer import pool_of
@@ -26,8 +27,6 @@ __all__ = [
     "QueuePairs",
     "QueueTable",
     "Route",
-    "u32",
-    "u64",
 ]
 
 Route = Literal["in_place", "bounce", "direct"]
@@ -36,49 +35,21 @@ ROUTES: tuple[Route, ...] = get_args(Route)
 
 _SQE_BYTES = 64
 _CQE_BYTES = 16
-_DETACHED_BYTES = 32
+_DETACHED_BYTES = size_of("detached_command")
 # Doorbells lie a cache line apart (CAP.DSTRD = 4), so that two queues' writers never share one.
 _DOORBELL_STRIDE = 64
-
-
-def u64(*names: str) -> tuple[tuple[str, type[ctypes.c_uint64]], ...]:
-    """Return fields of 64 bits for a ctypes structure."""
-    return tuple((name, ctypes.c_uint64) for name in names)
-
-
-def u32(*names: str) -> tuple[tuple[str, type[ctypes.c_uint32]], ...]:
-    """Return fields of 32 bits for a ctypes structure."""
-    return tuple((name, ctypes.c_uint32) for name in names)
 
 
 class TransportStruct(ctypes.Structure):
     """Mirror of `nvme::transport`."""
 
-    _fields_ = (
-        *u64("mapped_base", "buffers", "buffer_stride", "timeout_ns"),
-        *u32("path", "leased"),
-        *u64("heartbeat"),
-    )
+    _fields_ = fields_of("transport")
 
 
 class QueuePairStruct(ctypes.Structure):
     """Mirror of `nvme::queue_pair`."""
 
-    _fields_ = (
-        *u64("sq", "cq", "sq_doorbell", "cq_doorbell", "slots", "detached"),
-        ("data", TransportStruct),
-        *u32("doorbell_kind", "plain_reads", "plain_writes", "cached_reads"),
-        *u64("parts", "part_count"),
-        *u32("ticket", "depth_log2", "id", "failed"),
-        *u64("drive"),
-        ("_pad1", ctypes.c_uint8 * 8),
-        *u32("publish_lock", "tail"),
-        ("_pad2", ctypes.c_uint8 * 24),
-        *u32("drain_lock", "head", "fetched"),
-        ("_pad3", ctypes.c_uint8 * 20),
-        *u32("doorbells", "helps"),
-        ("_pad4", ctypes.c_uint8 * 24),
-    )
+    _fields_ = fields_of("queue_pair", data=TransportStruct)
 
 
 class NamespacePart(NamedTuple):
@@ -101,11 +72,7 @@ _PART = struct.Struct("=2Q")
 class DriveAddressingStruct(ctypes.Structure):
     """Mirror of `nvme::drive_addressing`."""
 
-    _fields_ = (
-        *u64("begin", "iova_offset", "lists"),
-        *u32("page_bytes", "nsid", "lba_shift", "reserved"),
-        *u64("extents", "extent_count"),
-    )
+    _fields_ = fields_of("drive_addressing")
 
 
 class DriveSide(NamedTuple):
@@ -128,11 +95,7 @@ _RING_ALIGNMENT = 4096
 class LeaseStruct(ctypes.Structure):
     """Mirror of `cache::lease`."""
 
-    _fields_ = (
-        *u32("epoch", "reserved", "swept", "reserved2"),
-        *u64("next", "done"),
-        ("_pad", ctypes.c_uint8 * 32),
-    )
+    _fields_ = fields_of("lease")
 
 
 class Epoch(NotCopied):

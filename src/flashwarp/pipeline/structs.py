@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 
 from flashwarp.cache.structs import FailureLogStruct
-from flashwarp.nvme.queue_pair import TransportStruct, u32, u64
+from flashwarp.device.layouts import fields_of
+from flashwarp.nvme.queue_pair import TransportStruct
 
 __all__ = [
     "DirectionStruct",
@@ -23,53 +24,36 @@ __all__ = [
 class RequestStruct(ctypes.Structure):
     """Mirror of `batch::request`."""
 
-    _fields_ = (
-        *u64("ready", "buffer", "rows", "first"),
-        *u32("kind", "place"),
-        *u64("after"),
-        ("_pad", ctypes.c_uint8 * 16),
-    )
+    _fields_ = fields_of("batch_request")
 
 
 class ResultStruct(ctypes.Structure):
     """Mirror of `batch::result`."""
 
-    _fields_ = (*u64("done", "failed"), ("_pad", ctypes.c_uint8 * 48))
+    _fields_ = fields_of("batch_result")
 
 
 class RegionsStruct(ctypes.Structure):
     """Mirror of `batch::regions`."""
 
-    _fields_ = (
-        *u64("requests", "results", "lists", "all_statuses"),
-        *u32("count", "reserved"),
-        *u64("rows_max"),
-    )
+    _fields_ = fields_of("batch_regions")
 
 
 class SlotStateStruct(ctypes.Structure):
     """Mirror of `batch::slot_state`."""
 
-    _fields_ = (*u64("issued", "rows"), *u32("held", "next"), *u64("reserved"))
+    _fields_ = fields_of("batch_slot_state")
 
 
 class DirectionStruct(ctypes.Structure):
     """Mirror of `batch::direction`."""
 
-    _fields_ = (
-        ("shared", RegionsStruct),
-        *u64("states", "failures"),
-        ("limit", TransportStruct),
-        *u64("row_bytes", "other"),
-        *u64("taken", "meeting", "found"),
-        ("log", FailureLogStruct),
-        *u64("late", "full"),
-        *u32("looked"),
-        ("_pad", ctypes.c_uint8 * 68),
+    _fields_ = fields_of(
+        "batch_direction", shared=RegionsStruct, limit=TransportStruct, log=FailureLogStruct
     )
 
 
 class PipelineStruct(ctypes.Structure):
     """Mirror of `fw::pipeline`, a kernel's parameter."""
 
-    _fields_ = u64("reads", "writes")
+    _fields_ = fields_of("pipeline")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from flashwarp.cache.structs import GeometryStruct
-from flashwarp.nvme.queue_pair import u32, u64
+from flashwarp.device.layouts import fields_of
 
 __all__ = ["LookupParams", "LookupTableStruct", "TableScalesStruct"]
 
@@ -13,34 +13,16 @@ __all__ = ["LookupParams", "LookupTableStruct", "TableScalesStruct"]
 class TableScalesStruct(ctypes.Structure):
     """Mirror of `kernels::table_scales`."""
 
-    _fields_ = (
-        ("geometry", GeometryStruct),
-        *u64("cache", "volume", "memory", "stride"),
-        *u32("columns", "number", "row_shift", "divides"),
-        ("whole", ctypes.c_float),
-        *u32("reserved"),
-    )
+    _fields_ = fields_of("table_scales", geometry=GeometryStruct)
 
 
 class LookupTableStruct(ctypes.Structure):
     """Mirror of `kernels::lookup_table`."""
 
-    _fields_ = (
-        ("geometry", GeometryStruct),
-        *u64("cache", "volume", "row_bytes", "row_begin", "row_count", "padding", "out_column"),
-        ("scales", TableScalesStruct),
-        *u32("number", "dim", "word_bytes", "words", "lanes", "straddles"),
-    )
+    _fields_ = fields_of("lookup_table", geometry=GeometryStruct, scales=TableScalesStruct)
 
 
 class LookupParams(ctypes.Structure):
     """Mirror of `kernels::lookup_params`."""
 
-    _fields_ = (
-        ("table", LookupTableStruct),
-        *u64("tables", "ids", "offsets", "weights", "out"),
-        *u64("id_count", "bags", "bag_ids", "offset_count", "out_stride", "run"),
-        *u64("warp_items", "look_ahead"),
-        *u32("table_count", "index_bytes", "offset_bytes"),
-        *u32("weight_number", "out_number", "pooling"),
-    )
+    _fields_ = fields_of("lookup_params", table=LookupTableStruct)

@@ -14,8 +14,8 @@ import numpy as np
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.array.rows import RowParams
+from flashwarp.device.layouts import fields_of
 from flashwarp.errors import ArgumentError, DtypeError, ReadOnlyError
-from flashwarp.nvme.queue_pair import u32, u64
 
 __all__ = ["RULES", "Gradients", "Rates", "RowUpdate", "Rule"]
 
@@ -65,18 +65,13 @@ RULES = {
 class SumParams(ctypes.Structure):
     """Mirror of `kernels::sum_params`."""
 
-    _fields_ = (*u64("ids", "order", "gradients", "sums", "count", "width"),)
+    _fields_ = fields_of("sum_params")
 
 
 class UpdateParams(ctypes.Structure):
     """Mirror of `kernels::update_params`."""
 
-    _fields_ = (
-        ("rows", RowParams),
-        *u64("sums", "scale", "padding"),
-        *u32("rule", "width"),
-        *((name, ctypes.c_float) for name in ("rate", "epsilon", "mean_rate", "square_rate")),
-    )
+    _fields_ = fields_of("update_params", rows=RowParams)
 
 
 @dataclass(frozen=True)

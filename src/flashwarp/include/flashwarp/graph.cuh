@@ -29,7 +29,6 @@ struct rows {
   const uint32_t* in_place;  // the entries, if the device may read them past the cache; else null
 };
 static_assert(sizeof(rows) == 64);
-FW_CHECK_OFFSET(rows, chunk_log2, 40);
 
 // The distance of a vertex to which there is no path.
 inline constexpr uint32_t kUnreached = 0xffffffffu;

@@ -41,9 +41,6 @@ struct alignas(32) slot_state {
   uint64_t reserved;
 };
 static_assert(sizeof(slot_state) == 32);
-FW_CHECK_OFFSET(slot_state, rows, 8);
-FW_CHECK_OFFSET(slot_state, held, 16);
-FW_CHECK_OFFSET(slot_state, next, 20);
 
 // Of a slot: bits 63:16 the ticket, 15 whether somebody waits for the batch, 14:0 its parts.
 namespace issue {
@@ -84,18 +81,6 @@ struct alignas(128) direction {
   uint32_t looked;  // `log.read` at the last time: the host has looked since if that has changed
 };
 static_assert(sizeof(direction) == 256);
-FW_CHECK_OFFSET(direction, states, 48);
-FW_CHECK_OFFSET(direction, failures, 56);
-FW_CHECK_OFFSET(direction, limit, 64);
-FW_CHECK_OFFSET(direction, row_bytes, 112);
-FW_CHECK_OFFSET(direction, other, 120);
-FW_CHECK_OFFSET(direction, taken, 128);
-FW_CHECK_OFFSET(direction, meeting, 136);
-FW_CHECK_OFFSET(direction, found, 144);
-FW_CHECK_OFFSET(direction, log, 152);
-FW_CHECK_OFFSET(direction, late, 168);
-FW_CHECK_OFFSET(direction, full, 176);
-FW_CHECK_OFFSET(direction, looked, 184);
 
 FW_DEVICE void note(direction& d, fault what, uint64_t where, uint64_t limit = 0) {
   cache::note_failure(d.log, d.failures, where, what, 0, limit);

@@ -33,12 +33,6 @@ struct alignas(64) request {
   uint64_t after;  // the last ticket of the other direction that was given out before this one
 };
 static_assert(sizeof(request) == 64);
-FW_CHECK_OFFSET(request, buffer, 8);
-FW_CHECK_OFFSET(request, rows, 16);
-FW_CHECK_OFFSET(request, first, 24);
-FW_CHECK_OFFSET(request, kind, 32);
-FW_CHECK_OFFSET(request, place, 36);
-FW_CHECK_OFFSET(request, after, 40);
 
 // What became of a batch, written by the host.
 struct alignas(64) result {
@@ -46,7 +40,6 @@ struct alignas(64) result {
   uint64_t failed;  // rows of it that failed. If there are any, all of its statuses are written.
 };
 static_assert(sizeof(result) == 64);
-FW_CHECK_OFFSET(result, failed, 8);
 
 // Where the regions of a direction are. Host memory that the device can reach; the results may lie
 // in the device's memory instead, if a stream stores them.
@@ -68,7 +61,5 @@ struct regions {
   FW_HOST_DEVICE uint16_t* statuses(uint32_t slot) const { return all_statuses + slot * rows_max; }
 };
 static_assert(sizeof(regions) == 48);
-FW_CHECK_OFFSET(regions, count, 32);
-FW_CHECK_OFFSET(regions, rows_max, 40);
 
 }  // namespace fw::batch

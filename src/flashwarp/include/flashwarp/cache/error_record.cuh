@@ -27,7 +27,6 @@ struct alignas(32) failure {
   uint64_t limit;  // of an index: how many there are, if that is not the array's length; else 0
 };
 static_assert(sizeof(failure) == 32);
-FW_CHECK_OFFSET(failure, number, 16);
 
 struct alignas(64) error_record {
   failure commands[kFailuresKept];

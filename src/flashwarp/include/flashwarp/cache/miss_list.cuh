@@ -27,9 +27,6 @@ struct miss_list {
   // half the item. So an entry says whether it has been stored, and is never cleared.
 };
 static_assert(sizeof(miss_list) == 512);
-FW_CHECK_OFFSET(miss_list, head, 128);
-FW_CHECK_OFFSET(miss_list, tail, 256);
-FW_CHECK_OFFSET(miss_list, capacity_log2, 384);
 
 // A list's state word: bits 0-13 count the users, which are warps that have appended and blocks
 // that drain; for a moment also warps of other launches, which find out that they are none. A list

@@ -67,8 +67,6 @@ struct alignas(64) lease {
   uint64_t done;
 };
 static_assert(sizeof(lease) == 64);
-FW_CHECK_OFFSET(lease, swept, 8);
-FW_CHECK_OFFSET(lease, next, 16);
 
 // One open array: its namespaces, the queue pairs that reach them, and its range of line numbers.
 struct alignas(64) volume {
@@ -96,11 +94,6 @@ struct alignas(64) volume {
   alignas(64) uint32_t visitors;
 };
 static_assert(sizeof(volume) == 320);
-FW_CHECK_OFFSET(volume, stripe_lines, 64);
-FW_CHECK_OFFSET(volume, spans, 96);
-FW_CHECK_OFFSET(volume, attached, 92);
-FW_CHECK_OFFSET(volume, commands, 224);
-FW_CHECK_OFFSET(volume, visitors, 256);
 
 inline constexpr uint32_t kVolumesMax = 64;
 
@@ -115,10 +108,6 @@ struct alignas(64) line_cache {
   uint32_t volume_end;  // entries of `volumes` from here on are free
 };
 static_assert(sizeof(line_cache) == 128);
-FW_CHECK_OFFSET(line_cache, set_control, 40);
-FW_CHECK_OFFSET(line_cache, tier, 64);
-FW_CHECK_OFFSET(line_cache, refusals, 88);
-FW_CHECK_OFFSET(line_cache, volume_end, 92);
 
 inline constexpr uint32_t kSetLocked = 1u << 31;
 

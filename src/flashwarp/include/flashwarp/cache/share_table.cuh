@@ -40,7 +40,6 @@ struct share_table {
   uint32_t reserved;
 };
 static_assert(sizeof(share_table) == 40);
-FW_CHECK_OFFSET(share_table, bucket_bits, 32);
 
 // Entries of a bucket: their words fill one 32-byte sector.
 inline constexpr uint32_t kShareWays = 4;

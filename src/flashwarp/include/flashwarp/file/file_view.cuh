@@ -63,9 +63,6 @@ struct file {
   FW_DEVICE uint64_t capacity() const { return bytes.length; }
 };
 static_assert(sizeof(file) == 96);
-FW_CHECK_OFFSET(file, state, 72);
-FW_CHECK_OFFSET(file, mode, 80);
-FW_CHECK_OFFSET(file, fixed_size, 88);
 
 namespace detail {
 

@@ -27,9 +27,6 @@ struct drive_addressing {
   uint64_t extent_count;
 };
 static_assert(sizeof(drive_addressing) == 56);
-FW_CHECK_OFFSET(drive_addressing, page_bytes, 24);
-FW_CHECK_OFFSET(drive_addressing, lba_shift, 32);
-FW_CHECK_OFFSET(drive_addressing, extents, 40);
 
 // The second PRP entry of a transfer at IO virtual address `prp1`. If it takes more than two pages,
 // it lies inside of one line, which begins at a multiple of its size behind `begin`. A line is a

@@ -92,19 +92,6 @@ struct alignas(128) queue_pair {
   uint32_t helps;
 };
 static_assert(sizeof(queue_pair) == 256);
-FW_CHECK_OFFSET(queue_pair, data, 48);
-FW_CHECK_OFFSET(queue_pair, doorbell_kind, 96);
-FW_CHECK_OFFSET(queue_pair, plain_reads, 100);
-FW_CHECK_OFFSET(queue_pair, plain_writes, 104);
-FW_CHECK_OFFSET(queue_pair, cached_reads, 108);
-FW_CHECK_OFFSET(queue_pair, parts, 112);
-FW_CHECK_OFFSET(queue_pair, ticket, 128);
-FW_CHECK_OFFSET(queue_pair, depth_log2, 132);
-FW_CHECK_OFFSET(queue_pair, id, 136);
-FW_CHECK_OFFSET(queue_pair, drive, 144);
-FW_CHECK_OFFSET(queue_pair, publish_lock, 160);
-FW_CHECK_OFFSET(queue_pair, drain_lock, 192);
-FW_CHECK_OFFSET(queue_pair, doorbells, 224);
 
 // Nanoseconds between idle polls: a third of a PCIe round trip, so that completions are seen soon.
 inline constexpr uint32_t kBackOffNs = 200;
