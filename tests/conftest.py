@@ -33,7 +33,7 @@ def _no_gpu_reason() -> str:
 def pytest_report_header() -> str:
     return (
         f"simulator: FLASHWARP_SIMULATE_SEED={budget.FIRST_SEED}, "
-        f"{budget.SECONDS:g} s for each test that explores"
+        f"{budget.SEEDS} seeds for each test that explores"
     )
 
 
