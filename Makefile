@@ -13,7 +13,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 # Hundreds of tests start Python: each start would compile the package's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 # How long each native stress program runs, in seconds. It is a budget, not a limit.
-export FLASHWARP_STRESS_SECONDS ?= 2
+export FLASHWARP_STRESS_SECONDS ?= 1
 # Tests compile many policies for the CPU device, and run each for milliseconds.
 test: export FLASHWARP_HOST_OPTIMIZATION ?= 0
 
