@@ -7,10 +7,21 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from flashwarp._jit import cuda_api
 from flashwarp.errors import DeviceError
 from simulator import budget
+from support.samples import EVERYTHING
+
+# The same examples in each run, on a machine of any speed; `make test-all` draws new ones.
+settings.register_profile(
+    "tests",
+    deadline=None,
+    derandomize=not EVERYTHING,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("tests")
 
 # In the background of a shell, and below nohup, these are ignored; programs that tests start and
 # interrupt would inherit that.

@@ -546,11 +546,16 @@ def test_a_closed_engine_leaves_no_thread() -> None:
     def threads() -> int:
         return len(os.listdir("/proc/self/task"))
 
+    def open_and_close() -> None:
+        BatchEngine(DEVICE, Memory(4096), rows=8, row_bytes=512, batch_rows=8, workers=4).close()
+
+    open_and_close()  # the first one may start what the process keeps
     before = threads()
     for _ in range(20):
-        engine = BatchEngine(DEVICE, Memory(4096), rows=8, row_bytes=512, batch_rows=8, workers=4)
-        engine.close()
-    assert threads() == before
+        open_and_close()
+
+    # One of another test may end meanwhile.
+    assert threads() <= before
 
 
 def test_an_idle_engine_sleeps() -> None:
