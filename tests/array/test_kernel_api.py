@@ -12,12 +12,7 @@ import flashwarp as fw
 from flashwarp.errors import BoundsError
 
 REVERSE = """
-#include "flashwarp/array.cuh"
-
-using fw::base::thread_count;
-using fw::base::thread_index;
-
-FW_KERNEL reverse(fw::array<const ELEMENT> from, fw::array<ELEMENT> to) {
+FW_KERNEL reverse_DTYPE(fw::array<const ELEMENT> from, fw::array<ELEMENT> to) {
   const uint64_t n = from.size();
   for (uint64_t i = thread_index(); i < n; i += thread_count()) to.store(i, from[n - 1 - i]);
 }
@@ -224,6 +219,9 @@ TYPES = {
     "float32": "float",
     "float64": "double",
 }
+SOURCE += "".join(
+    REVERSE.replace("DTYPE", dtype).replace("ELEMENT", element) for dtype, element in TYPES.items()
+)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
@@ -256,8 +254,7 @@ def on_device(device, values):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_elements_of_every_type_are_loaded_and_stored(tmp_path, device, dtype):
-    program = fw.compile(REVERSE, device, defines={"ELEMENT": TYPES[dtype]})
+def test_elements_of_every_type_are_loaded_and_stored(tmp_path, device, program, dtype):
     rng = np.random.default_rng(1)
     data = rng.integers(0, 100, 50_001).astype(dtype)
 
@@ -265,7 +262,7 @@ def test_elements_of_every_type_are_loaded_and_stored(tmp_path, device, dtype):
         opened(tmp_path / "from.npy", device, data) as a,
         opened(tmp_path / "to.npy", device, np.zeros_like(data), "r+") as b,
     ):
-        program["reverse"](a, b, warps=64)
+        program[f"reverse_{dtype}"](a, b, warps=64)
         b.wait()
         b.flush()
 

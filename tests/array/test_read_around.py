@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import flashwarp as fw
 from flashwarp import _native
 from flashwarp.errors import StorageError
+from support.samples import sample
 
 LINE = 4096
 SMALLEST = "64 KiB"
@@ -74,8 +76,10 @@ def test_gathers_of_few_lines_fill_the_cache_without_commands(
         assert cold.bytes_read == cold.misses * LINE
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("row_bytes", WIDTHS)
+# Each takes seconds.
+@pytest.mark.parametrize(
+    ("row_bytes", "threads"), sample(list(itertools.product(WIDTHS, [1, 2, 5])), 6)
+)
 def test_gathers_of_many_lines_fill_one_of_a_batch(
     tmp_path: Path, row_bytes: int, threads: int
 ) -> None:

@@ -22,6 +22,7 @@ from flashwarp._jit import host_compiler
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry
 from flashwarp._jit.compiler import Source
 from flashwarp.errors import CompileError
+from support.samples import sample
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -276,7 +277,7 @@ WAYS: dict[str, Callable[[Path], Way]] = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", sample(list(WAYS), 3))
 def test_what_has_changed_is_compiled_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,7 +418,7 @@ GPU_WAYS: dict[str, Callable[[Path], Way]] = {
 }
 
 
-@pytest.mark.parametrize("name", GPU_WAYS)
+@pytest.mark.parametrize("name", sample(list(GPU_WAYS), 3))
 def test_what_has_changed_is_compiled_again_for_a_gpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ from flashwarp.errors import (
 from flashwarp.nvme.group import NAMESPACES_MAX, ControllerGroup, GroupService
 from flashwarp.storage import File, Memory, Namespace, Replicated, Storage, Striped
 from flashwarp.testing import Faulty
+from support.samples import sample
 
 PATHS = ("in_place", "bounce", "direct")
 LAYOUTS = ("stripe", "replicate")
@@ -59,9 +60,10 @@ def churn(x: fw.Array, held: np.ndarray[Any, Any], rounds: int, seed: int) -> No
         np.testing.assert_array_equal(x.gather(some), held[some])
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("count", [1, 2, 3, NAMESPACES_MAX])
+@pytest.mark.parametrize(
+    ("path", "layout", "count"),
+    sample(list(itertools.product(PATHS, LAYOUTS, [1, 2, 3, NAMESPACES_MAX])), 4),
+)
 def test_arrays_over_several_storages_are_as_numpy_has_them(
     path: str, layout: Any, count: int
 ) -> None:
