@@ -34,9 +34,8 @@ from flashwarp.errors import (
     DtypeError,
     ForkError,
 )
-from flashwarp.policy import CLOCK
 from support import fake_cuda
-from support.built_in import built_in_kernels
+from support.built_in import built_in_kernels, cubins
 from support.fake_cuda import (
     ILLEGAL_ADDRESS,
     NOT_PERMITTED,
@@ -516,9 +515,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("fake_cuda")
     probe = folder / "probe.cuh"
     probe.write_text(SOURCE)
-    cubins = folder / "cubins"
-    precompiled.build(cubins, ["90"], [CLOCK])
-    return {**fake_cuda.build(folder), "PROBE_SOURCE": str(probe), "CUBINS": str(cubins)}
+    paths = {"PROBE_SOURCE": str(probe), "CUBINS": str(cubins(tmp_path_factory))}
+    return {**fake_cuda.build(folder), **paths}
 
 
 @fake_cuda.checks(globals())

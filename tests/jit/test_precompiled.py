@@ -13,29 +13,18 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
-from flashwarp import _native
 from flashwarp._jit import compiler, precompiled, spelling
 from flashwarp.errors import CompileError
-from flashwarp.policy import CLOCK, POLICIES, Policy
-from support.built_in import built_in_kernels
-from support.samples import sample
+from flashwarp.policy import CLOCK, Policy
+from support.built_in import CUBIN_POLICIES, built_in_kernels, cubins
 
 # The first test that needs the files compiles them.
 pytestmark = pytest.mark.timeout(600)
 
-ROOT = Path(__file__).parents[2]
-
-# A policy takes a quarter of a minute: the default one, and another one.
-OTHERS = [policy for policy in POLICIES.values() if policy != CLOCK]
-BUILT = [CLOCK, *sample(OTHERS, len(OTHERS))]
-
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of one architecture: another one than tests of a GPU use."""
-    folder = tmp_path_factory.mktemp("built") / "cubins"
-    run_build(folder, "86", *(policy.name for policy in BUILT))
-    return folder
+    return cubins(tmp_path_factory)
 
 
 @pytest.fixture
@@ -47,43 +36,37 @@ def shipped(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return folder
 
 
-def run_build(folder: Path, *chosen: str) -> subprocess.CompletedProcess[str]:
-    extension = Path(_native.__file__).parent
-    command = [sys.executable, ROOT / "native" / "cubins.py", extension, folder, *chosen]
-    return subprocess.run(command, capture_output=True, text=True, check=True)
-
-
-@pytest.mark.parametrize("policy", BUILT, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", CUBIN_POLICIES, ids=lambda policy: policy.name)
 def test_package_has_all_built_in_kernels_for_a_policy(policy: Policy, shipped: Path) -> None:
-    artifact = precompiled.find((8, 0), policy)
+    artifact = precompiled.find((9, 0), policy)
 
     assert artifact is not None
-    assert artifact.arch == "sm_80"
+    assert artifact.arch == "sm_90"
     names = {spelling.kernel_name(symbol) for symbol in artifact.kernels}
     assert names == {f"fw_{name}" for name in built_in_kernels()}
     assert all(found.registers and found.param_bytes for found in artifact.kernels.values())
 
 
 def test_policies_have_code_of_their_own(shipped: Path) -> None:
-    found = [precompiled.find((8, 0), policy) for policy in BUILT]
+    found = [precompiled.find((9, 0), policy) for policy in CUBIN_POLICIES]
 
-    assert len({artifact.cubin for artifact in found if artifact}) == len(BUILT)
+    assert len({artifact.cubin for artifact in found if artifact}) == len(CUBIN_POLICIES)
 
 
-@pytest.mark.parametrize("capability", [(8, 6), (8, 9)])
+@pytest.mark.parametrize("capability", [(9, 1), (9, 9)])
 def test_later_gpus_of_a_generation_have_its_code(
     capability: tuple[int, int], shipped: Path
 ) -> None:
-    assert precompiled.find(capability, CLOCK) == precompiled.find((8, 0), CLOCK)
+    assert precompiled.find(capability, CLOCK) == precompiled.find((9, 0), CLOCK)
 
 
-@pytest.mark.parametrize("capability", [(7, 0), (9, 0), (13, 0)])
+@pytest.mark.parametrize("capability", [(7, 0), (8, 0), (13, 0)])
 def test_other_gpus_have_none(capability: tuple[int, int], shipped: Path) -> None:
     assert precompiled.find(capability, CLOCK) is None
 
 
 def test_custom_policy_has_none(shipped: Path) -> None:
-    assert precompiled.find((8, 0), Policy("mine", "struct mine {};")) is None
+    assert precompiled.find((9, 0), Policy("mine", "struct mine {};")) is None
 
 
 def test_package_built_without_a_compiler_has_none(
@@ -91,7 +74,7 @@ def test_package_built_without_a_compiler_has_none(
 ) -> None:
     monkeypatch.setattr(precompiled, "FOLDER", tmp_path / "missing")
 
-    assert precompiled.find((8, 0), CLOCK) is None
+    assert precompiled.find((9, 0), CLOCK) is None
 
 
 def test_code_of_other_headers_is_not_used(
@@ -100,19 +83,19 @@ def test_code_of_other_headers_is_not_used(
     include = tmp_path / "include"
     shutil.copytree(compiler.INCLUDE_DIR, include)
     monkeypatch.setattr(compiler, "INCLUDE_DIR", include)
-    assert precompiled.find((8, 0), CLOCK) is not None
+    assert precompiled.find((9, 0), CLOCK) is not None
 
     with (include / "flashwarp" / "cache" / "geometry.cuh").open("a") as header:
         header.write("// changed\n")
 
-    assert precompiled.find((8, 0), CLOCK) is None
+    assert precompiled.find((9, 0), CLOCK) is None
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "exchanged"])
 def test_damaged_file_is_not_used(
     damage: str, shipped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = shipped / "sm_80.clock.xz"
+    path = shipped / "sm_90.clock.xz"
     content = path.read_bytes()
     if damage == "cut":
         content = content[:-100]
@@ -121,11 +104,11 @@ def test_damaged_file_is_not_used(
         whole[5000] ^= 1
         content = lzma.compress(bytes(whole))
     else:
-        content = (shipped / f"sm_80.{BUILT[1].name}.xz").read_bytes()
+        content = (shipped / f"sm_90.{CUBIN_POLICIES[1].name}.xz").read_bytes()
     path.write_bytes(content)
 
     with caplog.at_level(logging.INFO):
-        assert precompiled.find((8, 0), CLOCK) is None
+        assert precompiled.find((9, 0), CLOCK) is None
 
     assert str(path) in caplog.text
 
@@ -134,7 +117,7 @@ def test_finding_needs_no_compiler(built: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from flashwarp._jit import precompiled; "
         "from flashwarp.policy import CLOCK; precompiled.FOLDER = Path(sys.argv[1]); "
-        "assert precompiled.find((8, 0), CLOCK); "
+        "assert precompiled.find((9, 0), CLOCK); "
         "assert 'cuda.bindings' not in sys.modules"
     )
 

@@ -1,9 +1,23 @@
-"""Which built-in kernels there are, as the CPU device has them in one library."""
+"""The built-in kernels: their names, and their code for GPUs as CMake builds it."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashwarp import _native
 from flashwarp.device import CpuDevice
-from flashwarp.policy import CLOCK
+from flashwarp.policy import CLOCK, POLICIES
+from support.once import once
+from support.samples import sample
+
+# A policy takes a quarter of a minute: the default one, and another one.
+_OTHERS = [policy for policy in POLICIES.values() if policy != CLOCK]
+CUBIN_POLICIES = [CLOCK, *sample(_OTHERS, len(_OTHERS))]
+"""The policies that `cubins` has files of."""
 
 
 def built_in_kernels() -> list[str]:
@@ -11,3 +25,16 @@ def built_in_kernels() -> list[str]:
     with CpuDevice() as device:
         device.built_in("gather_rows")
         return [symbol.removeprefix("fw_") for symbol in device._built_in[CLOCK]]
+
+
+def cubins(factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of the files for GPUs of compute capability 9, made once in a run."""
+
+    def make(folder: Path) -> None:
+        script = Path(__file__).parents[2] / "native" / "cubins.py"
+        # The architecture that serves this one is built.
+        chosen = ["91", *(policy.name for policy in CUBIN_POLICIES)]
+        command = [sys.executable, script, Path(_native.__file__).parent, folder, *chosen]
+        subprocess.run(command, capture_output=True, check=True)
+
+    return once(factory, "cubins", make)
