@@ -134,11 +134,11 @@ def test_a_failing_read_leaves_no_pinned_memory(tmp_path, monkeypatch):
             device, "register_host", lambda *each: made.append(register(*each)) or made[-1]
         )
 
-        def preadv(*arguments):
+        def read_file(*arguments):
             raise OSError(5, "Input/output error")
 
         # The file ends inside of a page, whose bytes come last.
-        monkeypatch.setattr(moving.os, "preadv", preadv)
+        monkeypatch.setattr(moving._native, "read_file", read_file)
         with pytest.raises(OSError, match="Input/output"):
             fw.load(tmp_path / "x.safetensors", device, o_direct=True)
 

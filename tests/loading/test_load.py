@@ -421,8 +421,8 @@ class Meanwhile:
 
     def __init__(self, monkeypatch, act):
         self.act, self.lock = act, threading.Lock()
-        self.read = os.preadv
-        monkeypatch.setattr(moving.os, "preadv", self)
+        self.read = moving._native.read_file
+        monkeypatch.setattr(moving._native, "read_file", self)
 
     def __call__(self, *arguments):
         with self.lock:
@@ -478,15 +478,15 @@ def test_a_file_that_is_replaced_after_its_header_was_read_is_an_error(tmp_path,
 
 
 def failing(number):
-    def preadv(*_):
+    def read_file(*_):
         raise OSError(number, os.strerror(number))
 
-    return preadv
+    return read_file
 
 
 def test_a_failing_read_is_typed_and_ends_the_threads(tmp_path, monkeypatch):
     write(tmp_path / "x.safetensors", MANY)
-    monkeypatch.setattr(moving.os, "preadv", failing(5))
+    monkeypatch.setattr(moving._native, "read_file", failing(5))
 
     with pytest.raises(StorageError, match="Input/output") as caught:
         load(tmp_path / "x.safetensors", host_memory="32 KiB", o_direct=True)
@@ -499,7 +499,7 @@ def test_a_storage_that_does_not_answer_is_an_error_in_time(tmp_path, monkeypatc
     write(tmp_path / "x.safetensors", {"a": ("U8", [100])})
     monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.2")
     answer = threading.Event()
-    monkeypatch.setattr(moving.os, "preadv", lambda *_: answer.wait(20) and 0)
+    monkeypatch.setattr(moving._native, "read_file", lambda *_: answer.wait(20) and 0)
 
     with pytest.raises(StorageError, match="no bytes have arrived") as caught:
         load(tmp_path / "x.safetensors", o_direct=True)
@@ -515,7 +515,7 @@ def test_a_read_that_does_not_end_keeps_the_memory_that_it_writes(tmp_path, monk
     write(tmp_path / "x.safetensors", {"a": ("U8", [100])})
     monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.2")
     answer = threading.Event()
-    monkeypatch.setattr(moving.os, "preadv", lambda *_: answer.wait(20) and 0)
+    monkeypatch.setattr(moving._native, "read_file", lambda *_: answer.wait(20) and 0)
     monkeypatch.setattr(moving._Source, "way", lambda *_: moving._Way.BUFFERED)
     target = np.zeros(100, np.uint8)
     held = weakref.ref(target)

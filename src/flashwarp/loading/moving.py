@@ -181,29 +181,22 @@ class _Source:
             raise StorageError(
                 error.errno or errno.EIO, why, self.path, offset=error.offset
             ) from error
-        self._read_rest(memory, offset, done, nbytes, way is _Way.DIRECT)
+        # Past the page cache go whole pages only.
+        whole = nbytes - nbytes % _PAGE_BYTES if way is _Way.DIRECT else done
+        self._read_on(self.direct_fd, memory[done:whole], offset + done)
+        self._read_on(self.fd, memory[whole:nbytes], offset + whole)
 
-    def _read_rest(
-        self, memory: NDArray[np.uint8], offset: int, done: int, nbytes: int, direct: bool
-    ) -> None:
-        """Fill memory from byte `done` on by blocking calls."""
-        held: Any = memory
-        view = memoryview(held)
-        fd = self.direct_fd if direct else self.fd
-        until = nbytes + -nbytes % _PAGE_BYTES if direct else nbytes
-        while done < nbytes:
-            try:
-                moved = os.preadv(fd, [view[done:until]], offset + done)
-            except OSError as error:
-                number = error.errno or errno.EIO
-                raise StorageError(
-                    number, f"read: {os.strerror(number)}", self.path, offset=offset + done
-                ) from error
-            if moved == 0:
-                raise self._cut(offset + done)
-            done += moved
-            if done % _PAGE_BYTES:
-                fd, until = self.fd, nbytes  # no direct read begins inside of a page
+    def _read_on(self, fd: int, memory: NDArray[np.uint8], offset: int) -> None:
+        """Fill memory by blocking calls."""
+        try:
+            moved = _native.read_file(fd, offset, memory)
+        except OSError as error:
+            number = error.errno or errno.EIO
+            at = getattr(error, "offset", offset)
+            why = f"read: {os.strerror(number)}"
+            raise StorageError(number, why, self.path, offset=at) from error
+        if moved < memory.nbytes:
+            raise self._cut(offset + moved)
 
     def _cut(self, offset: int) -> StorageError:
         return StorageError(
