@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from checkpoint.test_checkpointer import until
 from flashwarp import endings
 from flashwarp.checkpoint.pieces import AT_A_TIME, STORAGE_THREADS, Pieces
 from flashwarp.checkpoint.workers import Crew
+from flashwarp.errors import WaitTimeout
 
 
 def threads_of_checkpointers() -> list[str]:
@@ -54,7 +56,7 @@ def test_pieces_are_moved_by_whoever_waits_if_no_thread_can_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     crew = Crew("storage", endings.Lock(), STORAGE_THREADS)
-    pieces = Pieces(crew)
+    pieces = Pieces(crew, WAIT_S)
     crew.stop()
     assert not crew.join(WAIT_S)
     moved: list[int] = []
@@ -67,13 +69,14 @@ def test_pieces_are_moved_by_whoever_waits_if_no_thread_can_be_started(
 
 def test_a_piece_that_fails_ends_the_others_and_is_raised() -> None:
     crew = Crew("storage", endings.Lock(), STORAGE_THREADS)
-    pieces = Pieces(crew)
+    pieces = Pieces(crew, WAIT_S)
     under_way, moved = threading.Semaphore(AT_A_TIME), []
 
     def act(number: int) -> None:
         assert under_way.acquire(blocking=False), "more than are moved at a time"
         if number == 5:
             raise OSError(f"piece {number}")
+        time.sleep(1e-3)  # or others could move all the rest before the failure is noted
         moved.append(number)
         under_way.release()
 
@@ -84,6 +87,31 @@ def test_a_piece_that_fails_ends_the_others_and_is_raised() -> None:
     assert len(moved) < 99
     crew.stop()
     assert not crew.join(WAIT_S)
+
+
+def test_pieces_that_do_not_end_are_an_error_in_time() -> None:
+    crew = Crew("storage", endings.Lock(), STORAGE_THREADS)
+    told: list[BaseException] = []
+    crew.broken = told.append
+    pieces = Pieces(crew, 0.3)
+    answer = threading.Event()
+    stuck: list[int] = []
+
+    def act(number: int) -> None:
+        if threading.current_thread().name.startswith("flashwarp-checkpoint"):
+            stuck.append(number)
+            answer.wait(WAIT_S)
+
+    jobs = ((1 << 20, lambda n=number: act(n)) for number in range(100))
+    with pytest.raises(WaitTimeout, match="none of them has ended") as caught:
+        pieces.move(jobs, lambda: True)
+
+    assert told == [caught.value]
+    assert len(stuck) <= AT_A_TIME
+    answer.set()
+    crew.stop()
+    assert not crew.join(WAIT_S)
+    assert len(stuck) <= AT_A_TIME, "a piece that was given up was moved"
 
 
 def test_an_error_of_a_thread_itself_is_told(caplog: pytest.LogCaptureFixture) -> None:

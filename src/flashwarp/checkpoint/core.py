@@ -309,6 +309,8 @@ class Core:
             if self.storage_reads:
                 self.wake("flush")  # which let reads of storage go first until now
             while not entry.discarded and not self.closing:
+                # First: after a thread has failed, another one may still write to what looks free.
+                self.check_threads()
                 now_ns = self.now_ns()
                 window = tier.choose(entry.nbytes, now_ns)
                 if window is not None and window.wait_ns == 0:
@@ -321,7 +323,6 @@ class Core:
                     tier.awaited.pop(entry, None)
                 else:
                     tier.awaited[entry] = tier.table.keys_in(window)
-                self.check_threads()
                 if clock.look() >= timeout_s:
                     raise WaitTimeout(
                         f"{entry} waited {timeout_s:g} s for {entry.nbytes} bytes in the "

@@ -66,6 +66,8 @@ class _Part:
     address: int
     on_host: bool
     after: object
+    owner: object = None
+    """Keeps the memory."""
 
 
 class Pending:
@@ -119,7 +121,8 @@ class Mover(endings.Closing):
         self.engine: CopyEngine | None = None
         self._staging: TransferClient | None = None
         self.crew = Crew("storage", endings.Lock(), STORAGE_THREADS)
-        self._pieces = Pieces(self.crew)
+        # A piece waits for a buffer and for its copy, whose errors come first.
+        self._pieces = Pieces(self.crew, 3 * timeout_s)
         self._moved = endings.Lock()
         self._last_ns = dict.fromkeys(LINKS, 0)
         if device.kind == "cuda":
@@ -219,7 +222,8 @@ class Mover(endings.Closing):
     def store_arrays(self, sources: list[Bytes], writer: Writer) -> None:
         """Write a user's arrays to storage."""
         parts = [
-            _Part(each.region, each.address, not each.on_device, each.stream) for each in sources
+            _Part(each.region, each.address, not each.on_device, each.stream, each)
+            for each in sources
         ]
         self._store(parts, writer, lambda: True)
 
@@ -285,7 +289,8 @@ class Mover(endings.Closing):
     ) -> None:
         """Read regions from storage into a user's arrays, as long as they are wanted."""
         parts = [
-            _Part(each.region, each.address, not each.on_device, each.stream) for each in targets
+            _Part(each.region, each.address, not each.on_device, each.stream, each)
+            for each in targets
         ]
         filled: list[tuple[str, int]] = []
         try:

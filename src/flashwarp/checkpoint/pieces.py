@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from flashwarp import endings
-from flashwarp._waiting import STEP_MAX_S
+from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.checkpoint.workers import Crew
+from flashwarp.errors import WaitTimeout
 
 __all__ = ["AT_A_TIME", "QUEUED_MAX", "STORAGE_THREADS", "Pieces"]
 
@@ -45,14 +46,18 @@ class Pieces:
     Parameters
     ----------
     crew : Crew
-        Its threads help.
+        Its threads help. If pieces do not end in time, the crew is broken.
+    limit_s : float
+        The longest time in which no piece ends.
     """
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Crew, limit_s: float) -> None:
         self._crew = crew
+        self._limit_s = limit_s
         self._room = endings.Condition(crew.lock)
         self._queue: deque[_Piece] = deque()
         self._running = 0
+        self._ended = 0
         self._wake = crew.add(self._next, AT_A_TIME)
 
     def move(
@@ -63,8 +68,9 @@ class Pieces:
     ) -> bool:
         """Move pieces, each with its size; return False if they are not wanted any more.
 
-        When it returns or raises, nobody touches their memory, also if a signal ended it. `ending`
-        is called when the last one is on its way.
+        When it returns or raises, nobody touches their memory, also if a signal ended it. The one
+        exception is WaitTimeout, after which the checkpointer is broken and frees nothing that a
+        thread may use. `ending` is called when the last one is on its way.
         """
         stopped: list[bool] = []
 
@@ -105,9 +111,7 @@ class Pieces:
         finally:
             if mine:
                 with self._crew.lock:
-                    for each in [each for each in mine if each in self._queue]:
-                        self._queue.remove(each)
-                        each.over = True
+                    self._withdraw(mine)
                 self._end(mine, ended)
         return True
 
@@ -120,12 +124,17 @@ class Pieces:
     ) -> None:
         """Move pieces of one's own until `done`, which is asked under the lock.
 
-        Without a limit: pieces that others move have those of their transfers.
+        Raises WaitTimeout if no piece ends in time, of whichever version.
         """
+        clock, seen = Waited(), -1
         while True:
             with self._crew.lock:
                 if done():
                     return
+                if seen != self._ended:
+                    clock, seen = Waited(), self._ended
+                if clock.look() >= self._limit_s:
+                    raise self._stalled(mine)
                 # While more are to come, other threads move them: they would empty the queue before
                 # this one has moved a piece.
                 own = next((each for each in self._queue if each in mine), None)
@@ -134,6 +143,22 @@ class Pieces:
                     changed.wait(STEP_MAX_S)
             if job is not None:
                 job()
+
+    def _withdraw(self, mine: deque[_Piece]) -> None:
+        for each in [each for each in mine if each in self._queue]:
+            self._queue.remove(each)
+            each.over = True
+
+    def _stalled(self, mine: deque[_Piece]) -> WaitTimeout:
+        """Give pieces up that other threads still move, and break the checkpointer."""
+        error = WaitTimeout(
+            f"{self._running} pieces of versions are being moved to or from storage, and none of "
+            f"them has ended for {self._limit_s:g} s: the storage does not answer"
+        )
+        self._withdraw(mine)
+        mine.clear()
+        self._crew.broken(error)
+        return error
 
     def _enter(self, piece: _Piece, *, wakes: bool = True) -> bool:
         if len(self._queue) + self._running >= QUEUED_MAX:
@@ -160,6 +185,7 @@ class Pieces:
             piece.failure = error
         with self._crew.lock:
             self._running -= 1
+            self._ended += 1
             piece.over = True
             piece.ended.notify()
             self._room.notify()
