@@ -95,7 +95,7 @@ nb::list take_errors(BatchEngine& engine) {
 using Drive = std::tuple<std::shared_ptr<Storage>, std::optional<SsdParameters>>;
 
 void make_engine(BatchEngine* self, std::shared_ptr<Storage> storage, uint64_t row_bytes,
-                 uint64_t rows, uint64_t first_byte, std::vector<PortOptions> ports,
+                 uint64_t rows, std::vector<PortOptions> ports,
                  std::pair<uint32_t, uint32_t> workers, int64_t limit_ns, std::vector<Drive> drives,
                  uint32_t drive_threads, uint32_t depth, const cuda::Context* context,
                  uint64_t stream_handle, uint64_t event_handle, nb::object) {
@@ -103,7 +103,6 @@ void make_engine(BatchEngine* self, std::shared_ptr<Storage> storage, uint64_t r
   options.storage = std::move(storage);
   options.row_bytes = row_bytes;
   options.rows = rows;
-  options.first_byte = first_byte;
   options.ports = std::move(ports);
   options.workers = {workers.first, workers.second};
   options.limit_ns = limit_ns;
@@ -157,12 +156,11 @@ void bind_pipeline(nb::module_& m) {
           nb::arg("filled") = 0, nb::arg("emptied") = 0, nb::arg("copies") = false);
   nb::class_<BatchEngine>(m, "BatchEngine")
       .def("__init__", &make_engine, nb::arg("storage"), nb::arg("row_bytes"), nb::arg("rows"),
-           nb::arg("first_byte"), nb::arg("ports"), nb::arg("workers"), nb::arg("limit_ns"),
-           nb::arg("drives"), nb::arg("drive_threads"), nb::arg("depth"),
-           nb::arg("context").none() = nb::none(), nb::arg("stream") = 0, nb::arg("event") = 0,
-           nb::arg("keeps") = nb::none(),
+           nb::arg("ports"), nb::arg("workers"), nb::arg("limit_ns"), nb::arg("drives"),
+           nb::arg("drive_threads"), nb::arg("depth"), nb::arg("context").none() = nb::none(),
+           nb::arg("stream") = 0, nb::arg("event") = 0, nb::arg("keeps") = nb::none(),
            // What holds the regions, the ring and the context: it outlives the threads.
-           nb::keep_alive<1, 15>())
+           nb::keep_alive<1, 14>())
       .def(
           "submit",
           [](BatchEngine& engine, bool is_write, uint64_t ids, uint64_t rows, uint64_t first,

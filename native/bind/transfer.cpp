@@ -105,8 +105,6 @@ void bind_transfer(nb::module_& m) {
            nb::arg("offsets"), nb::arg("count"), nb::arg("piece_bytes"))
       .def("read", &move_pieces<int, &Gatherer::read>, nb::arg("buffer"), nb::arg("fd"),
            nb::arg("offsets"), nb::arg("count"), nb::arg("piece_bytes"))
-      .def("write", &move_pieces<int, &Gatherer::write>, nb::arg("buffer"), nb::arg("fd"),
-           nb::arg("offsets"), nb::arg("count"), nb::arg("piece_bytes"))
       .def("stop", &Gatherer::stop, nb::call_guard<Unlocked>());
   m.def("load_word", &load_word, nb::arg("address"));
   m.def("store_word", &store_word, nb::arg("address"), nb::arg("value"));

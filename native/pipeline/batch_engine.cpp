@@ -54,10 +54,8 @@ void check_port(const PortOptions& port, const EngineOptions& options) {
 const EngineOptions& checked(const EngineOptions& options, const StreamSide* stream) {
   require(options.storage != nullptr, "the storage is None");
   require(options.row_bytes >= 1 && options.row_bytes <= UINT32_MAX, "row_bytes is 1 to 2^32 - 1");
-  const uint64_t held = options.storage->nbytes();
-  require(
-      options.first_byte <= held && options.rows <= (held - options.first_byte) / options.row_bytes,
-      "the rows lie beyond the storage");
+  require(options.rows <= options.storage->nbytes() / options.row_bytes,
+          "the rows lie beyond the storage");
   require(options.workers.low >= 1 && options.workers.low <= options.workers.high &&
               options.workers.high <= kWorkersMax,
           "workers are 1 to 256, the least first");
@@ -71,8 +69,7 @@ const EngineOptions& checked(const EngineOptions& options, const StreamSide* str
   }
   if (options.drives.empty()) return options;
   for (const PortOptions& port : options.ports) {
-    require(!port.is_write || (options.row_bytes % nvme::kLbaBytes == 0 &&
-                               options.first_byte % nvme::kLbaBytes == 0),
+    require(!port.is_write || options.row_bytes % nvme::kLbaBytes == 0,
             "rows that are written to drives are whole blocks of 512 bytes");
   }
   require(options.drives.size() == 1 ||
@@ -105,7 +102,7 @@ BatchEngine::Core::Core(EngineOptions given, std::unique_ptr<StreamSide> side)
     ports.push_back(std::move(port));
   }
   if (writes) {
-    overlaps = std::make_unique<Overlaps>(options.row_bytes, options.rows, options.first_byte);
+    overlaps = std::make_unique<Overlaps>(options.row_bytes, options.rows);
   }
   if (direct) memory = {kAllMemory};
   const uint32_t count = options.workers.high;
@@ -123,7 +120,7 @@ BatchEngine::Core::Core(EngineOptions given, std::unique_ptr<StreamSide> side)
     drives.controllers.push_back(std::make_unique<SoftwareController>(
         drive.storage, std::move(addresses), std::vector{kAllMemory}, settings));
   }
-  drives.served_by_lanes = options.drive_threads == 0;
+  drives.served_by_workers = options.drive_threads == 0;
   if (drives.controllers.size() > 1) own_queues.resize(count);
   IoEngineFactory::Options engine;
   options.storage->collect_files(engine.files);
@@ -134,16 +131,16 @@ BatchEngine::Core::Core(EngineOptions given, std::unique_ptr<StreamSide> side)
     engines = std::make_unique<IoEngineFactory>(std::move(engine));
   }
   for (uint32_t i = 0; i < count; ++i) {
-    Lane::Options lane;
-    lane.storage = options.storage;
-    lane.drives = options.drives.empty() ? nullptr : &drives;
-    lane.engines = engines.get();
-    lane.memory = memory;
-    lane.index = i;
-    lane.depth = options.depth;
-    lane.row_bytes = uint32_t(options.row_bytes);
-    lane.is_write = writes;
-    lanes.push_back(std::make_unique<Lane>(lane));
+    Mover::Options mover;
+    mover.storage = options.storage;
+    mover.drives = options.drives.empty() ? nullptr : &drives;
+    mover.engines = engines.get();
+    mover.memory = memory;
+    mover.index = i;
+    mover.depth = options.depth;
+    mover.row_bytes = uint32_t(options.row_bytes);
+    mover.is_write = writes;
+    movers.push_back(std::make_unique<Mover>(mover));
     sleepers.push_back(std::make_unique<Sleepers>());
   }
 }
@@ -153,7 +150,7 @@ BatchEngine::BatchEngine(EngineOptions options, std::unique_ptr<StreamSide> stre
   core_ = std::make_unique<Core>(std::move(options), std::move(stream));
   Core& core = *core_;
   for (const auto& controller : core.drives.controllers) controller->start();
-  core.over.resize(core.lanes.size() + 1);
+  core.over.resize(core.movers.size() + 1);
   core.used_ns.resize(core.over.size());
   const auto start = [&core](size_t index, auto act) {
     core.threads.emplace_back([&core, index, act] {
@@ -166,8 +163,8 @@ BatchEngine::BatchEngine(EngineOptions options, std::unique_ptr<StreamSide> stre
     });
   };
   try {
-    for (uint32_t i = 0; i < core.lanes.size(); ++i) start(i, [&core, i] { core.work(i); });
-    start(core.lanes.size(), [&core] { core.poll(); });
+    for (uint32_t i = 0; i < core.movers.size(); ++i) start(i, [&core, i] { core.work(i); });
+    start(core.movers.size(), [&core] { core.poll(); });
   } catch (...) {
     // Without the polling thread, nobody else would end the workers.
     core.workers_end.store(true, std::memory_order_release);
@@ -229,7 +226,7 @@ void BatchEngine::let_go() {
   Core& core = *core_;
   const std::lock_guard guard(core.life);
   if (!core.stopping || !core.threads.empty()) return;
-  core.lanes.clear();
+  core.movers.clear();
   core.drives.controllers.clear();
   core.options.storage.reset();
 }
@@ -318,7 +315,7 @@ std::vector<ErrorRecord> BatchEngine::take_errors() {
     for (ErrorRecord& each : more) all.push_back(std::move(each));
   };
   const std::lock_guard guard(core_->life);  // against `let_go`
-  for (const auto& lane : core_->lanes) append(lane->take_errors());
+  for (const auto& mover : core_->movers) append(mover->take_errors());
   for (const auto& controller : core_->drives.controllers) append(controller->take_errors());
   return all;
 }

@@ -51,7 +51,6 @@ struct EngineOptions {
   std::shared_ptr<Storage> storage;
   uint64_t row_bytes = 0;
   uint64_t rows = 0;               // of the storage
-  uint64_t first_byte = 0;         // of row 0
   std::vector<PortOptions> ports;  // one for each direction at most
   WorkerLimits workers;
   int64_t limit_ns = 30'000'000'000;  // without any progress

@@ -12,7 +12,7 @@
 
 #include "nvme/sleepers.h"
 #include "pipeline/batch_engine.h"
-#include "pipeline/lane.h"
+#include "pipeline/mover.h"
 #include "pipeline/overlaps.h"
 
 namespace fw::native::pipeline {
@@ -84,14 +84,14 @@ struct BatchEngine::Core {
 
   // Workers.
   void work(uint32_t index);
-  bool fetch(uint32_t index, Lane& lane, std::vector<EndedRun>& ended);
-  void fill(const Deal& deal, uint32_t part, uint32_t index, Lane& lane);
-  uint64_t fill_bytes(Chunk& chunk, uint64_t position, uint64_t end, uint32_t index, Lane& lane,
+  bool fetch(uint32_t index, Mover& mover, std::vector<EndedRun>& ended);
+  void fill(const Deal& deal, uint32_t part, uint32_t index, Mover& mover);
+  uint64_t fill_bytes(Chunk& chunk, uint64_t position, uint64_t end, uint32_t index, Mover& mover,
                       Run& last);
   uint64_t neighbours(const int64_t* ids, uint64_t id, uint64_t most) const;
-  uint64_t add_span(const Span& span, uint32_t owners, uint32_t index, Lane& lane, Run& last);
-  void add_run(Run run, Lane& lane);
-  void settle(Lane& lane, std::vector<EndedRun>& ended);
+  uint64_t add_span(const Span& span, uint32_t owners, uint32_t index, Mover& mover, Run& last);
+  void add_run(Run run, Mover& mover);
+  void settle(Mover& mover, std::vector<EndedRun>& ended);
   void end_bytes(Chunk& chunk, uint64_t nbytes);
 
   // Either.
@@ -105,7 +105,7 @@ struct BatchEngine::Core {
   std::unique_ptr<StreamSide> stream;
   std::unique_ptr<IoEngineFactory> engines;
   Drives drives;
-  std::vector<std::unique_ptr<Lane>> lanes;
+  std::vector<std::unique_ptr<Mover>> movers;
   Meter meter;
 
   // Chunks with parts that no worker has taken: of all workers, or of each one that owns drives.

@@ -31,16 +31,15 @@ void merge(std::vector<RowSpan>& spans) {
 
 }  // namespace
 
-Overlaps::Overlaps(uint64_t row_bytes, uint64_t rows, uint64_t first_byte)
-    : row_bytes_(row_bytes), rows_(rows), first_byte_(first_byte) {
+Overlaps::Overlaps(uint64_t row_bytes, uint64_t rows) : row_bytes_(row_bytes), rows_(rows) {
   const uint64_t block = 1 << kBlockShift;
-  if (row_bytes % block == 0 && first_byte % block == 0) return;
+  if (row_bytes % block == 0) return;
   unit_shift_ = uint32_t(std::bit_width(std::max(row_bytes, block) - 1));
 }
 
 Overlaps::Units Overlaps::units_of(uint64_t row) const {
   if (unit_shift_ == 0) return {row, row};
-  const uint64_t begin = first_byte_ + row * row_bytes_;
+  const uint64_t begin = row * row_bytes_;
   return {begin >> unit_shift_, (begin + row_bytes_ - 1) >> unit_shift_};
 }
 
@@ -192,11 +191,8 @@ bool Overlaps::meet(const Entry& entry, const Batch& batch, Met& met) const {
 void Overlaps::add_span(const Batch& sequence, Units units, Met& met) const {
   uint64_t first = units.first, last = units.last;
   if (unit_shift_ != 0) {
-    const auto row_at = [&](uint64_t byte) {
-      return byte <= first_byte_ ? 0 : (byte - first_byte_) / row_bytes_;
-    };
-    first = row_at(first << unit_shift_);
-    last = row_at(((last + 1) << unit_shift_) - 1);
+    first = (first << unit_shift_) / row_bytes_;
+    last = (((last + 1) << unit_shift_) - 1) / row_bytes_;
   }
   const uint64_t begin = sequence.request.first;
   first = std::max(first, begin);

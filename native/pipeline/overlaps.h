@@ -27,7 +27,7 @@ namespace fw::native::pipeline {
 class Overlaps {
  public:
   // The rows of a storage, as in `EngineOptions`.
-  Overlaps(uint64_t row_bytes, uint64_t rows, uint64_t first_byte);
+  Overlaps(uint64_t row_bytes, uint64_t rows);
 
   // Adds a batch of at least a row behind those that were added, and says which of its rows wait.
   void add(const std::shared_ptr<Batch>& batch);
@@ -69,7 +69,7 @@ class Overlaps {
   auto& look_up(Table& table, uint64_t unit) const;
   void make_room(uint64_t units);
 
-  const uint64_t row_bytes_, rows_, first_byte_;
+  const uint64_t row_bytes_, rows_;
   uint32_t unit_shift_ = 0;                       // 0: a row is a unit
   uint64_t count_ = 0;                            // of batches
   std::deque<std::shared_ptr<Batch>> flying_[2];  // of each direction, oldest first

@@ -61,7 +61,7 @@ void BatchEngine::Core::work(uint32_t index) {
   const GuardedVisit visit;
   // The default slack of 50 us would make naps ten times as long.
   prctl(PR_SET_TIMERSLACK, 1'000, 0, 0, 0);
-  Lane& lane = *lanes[index];
+  Mover& mover = *movers[index];
   std::vector<EndedRun> ended;
   uint32_t aborts_seen = 0, looks = 0;
   int64_t idle_since_ns = 0, nap_ns = kShortNapNs;
@@ -72,12 +72,12 @@ void BatchEngine::Core::work(uint32_t index) {
     if (const uint32_t now = aborts.load(std::memory_order_acquire); now != aborts_seen) {
       aborts_seen = now;
       // What does not end now never does; the polling thread gives up on it.
-      lane.abort(ended);
-      settle(lane, ended);
+      mover.abort(ended);
+      settle(mover, ended);
     }
-    bool moved = fetch(index, lane, ended);
-    moved |= lane.work(ended);
-    settle(lane, ended);
+    bool moved = fetch(index, mover, ended);
+    moved |= mover.work(ended);
+    settle(mover, ended);
     if (moved) {
       looks = 0;
       idle_since_ns = 0;
@@ -87,7 +87,7 @@ void BatchEngine::Core::work(uint32_t index) {
     if (workers_end.load(std::memory_order_acquire)) return;
     relax();
     if (++looks % kLooksPerNap != 0) continue;
-    if (!lane.idle()) {
+    if (!mover.idle()) {
       const timespec nap = {0, nap_ns};
       nanosleep(&nap, nullptr);
       nap_ns = std::min(2 * nap_ns, kLongNapNs);
@@ -99,11 +99,11 @@ void BatchEngine::Core::work(uint32_t index) {
   }
 }
 
-// Takes parts until the lane has enough. Returns whether it took one.
-bool BatchEngine::Core::fetch(uint32_t index, Lane& lane, std::vector<EndedRun>& ended) {
+// Takes parts until the mover has enough. Returns whether it took one.
+bool BatchEngine::Core::fetch(uint32_t index, Mover& mover, std::vector<EndedRun>& ended) {
   bool took = false;
   const bool owns = !own_queues.empty();
-  while (lane.hungry() && (owns || index < meter.active())) {
+  while (mover.hungry() && (owns || index < meter.active())) {
     std::shared_ptr<Deal> deal;
     uint32_t part = index;
     {
@@ -117,15 +117,15 @@ bool BatchEngine::Core::fetch(uint32_t index, Lane& lane, std::vector<EndedRun>&
       deal = from.front();
       if (owns) from.pop_front();
     }
-    fill(*deal, part, index, lane);
+    fill(*deal, part, index, mover);
     took = true;
     if (!ended.empty()) break;
   }
   return took;
 }
 
-// Gives the rows of a part to the lane, neighbours as one run. Rows that do not exist fail here.
-void BatchEngine::Core::fill(const Deal& deal, uint32_t part, uint32_t index, Lane& lane) {
+// Gives the rows of a part to the mover, neighbours as one run. Rows that do not exist fail here.
+void BatchEngine::Core::fill(const Deal& deal, uint32_t part, uint32_t index, Mover& mover) {
   Chunk& chunk = *deal.chunk;
   const uint64_t row_bytes = options.row_bytes;
   uint64_t position = chunk.begin + (chunk.by_owner ? 0 : part * chunk.part_bytes);
@@ -139,19 +139,19 @@ void BatchEngine::Core::fill(const Deal& deal, uint32_t part, uint32_t index, La
     for (; next != waits.end() && next->begin * row_bytes < end; ++next) {
       const uint64_t from = std::max(position, next->begin * row_bytes);
       const uint64_t to = std::min(end, next->end * row_bytes);
-      ended_bytes += deal.late ? fill_bytes(chunk, from, to, index, lane, last)
-                               : fill_bytes(chunk, position, from, index, lane, last);
+      ended_bytes += deal.late ? fill_bytes(chunk, from, to, index, mover, last)
+                               : fill_bytes(chunk, position, from, index, mover, last);
       position = to;
     }
   }
-  if (!deal.late) ended_bytes += fill_bytes(chunk, position, end, index, lane, last);
-  add_run(last, lane);
+  if (!deal.late) ended_bytes += fill_bytes(chunk, position, end, index, mover, last);
+  add_run(last, mover);
   if (ended_bytes != 0) end_bytes(chunk, ended_bytes);
 }
 
 // Does so for the bytes of a batch up to `end`. Returns the bytes of which nothing moves.
 uint64_t BatchEngine::Core::fill_bytes(Chunk& chunk, uint64_t position, uint64_t end,
-                                       uint32_t index, Lane& lane, Run& last) {
+                                       uint32_t index, Mover& mover, Run& last) {
   Batch& batch = *chunk.batch;
   const Port& port = *batch.port;
   const uint64_t row_bytes = options.row_bytes;
@@ -178,8 +178,8 @@ uint64_t BatchEngine::Core::fill_bytes(Chunk& chunk, uint64_t position, uint64_t
     row += count;
     inside = 0;
     if (id < options.rows) {
-      span.offset = options.first_byte + id * row_bytes + span.inside;
-      ended_bytes += add_span(span, owners, index, lane, last);
+      span.offset = id * row_bytes + span.inside;
+      ended_bytes += add_span(span, owners, index, mover, last);
       continue;
     }
     // It lies on no drive, so the first of the owners has it.
@@ -203,9 +203,9 @@ uint64_t BatchEngine::Core::neighbours(const int64_t* ids, uint64_t id, uint64_t
 }
 
 // Cuts a span into runs, and joins those of the worker's drives to the last run or adds that one to
-// the lane. Returns the bytes of runs that do not begin because the batch is overdue.
-uint64_t BatchEngine::Core::add_span(const Span& span, uint32_t owners, uint32_t index, Lane& lane,
-                                     Run& last) {
+// the mover. Returns the bytes of runs that do not begin because the batch is overdue.
+uint64_t BatchEngine::Core::add_span(const Span& span, uint32_t owners, uint32_t index,
+                                     Mover& mover, Run& last) {
   Batch& batch = *span.chunk->batch;
   const uint64_t row_bytes = options.row_bytes;
   const auto* striped = drives.controllers.size() > 1
@@ -257,21 +257,21 @@ uint64_t BatchEngine::Core::add_span(const Span& span, uint32_t owners, uint32_t
       last.nbytes += run.nbytes;
       last.rows += run.rows;
     } else {
-      add_run(last, lane);
+      add_run(last, mover);
       last = run;
     }
   }
   return ended_bytes;
 }
 
-void BatchEngine::Core::add_run(Run run, Lane& lane) {
+void BatchEngine::Core::add_run(Run run, Mover& mover) {
   if (run.nbytes == 0) return;
   run.rows = std::max(1u, run.rows);
-  lane.add(run, run.chunk->batch->port->options.is_write);
+  mover.add(run, run.chunk->batch->port->options.is_write);
 }
 
 // Counts what has ended. What was aborted for another batch's sake begins again.
-void BatchEngine::Core::settle(Lane& lane, std::vector<EndedRun>& ended) {
+void BatchEngine::Core::settle(Mover& mover, std::vector<EndedRun>& ended) {
   // Before the end of a batch, so that who has waited for it finds them.
   if (!ended.empty()) runs.fetch_add(ended.size(), std::memory_order_relaxed);
   uint64_t nbytes = 0;
@@ -285,7 +285,7 @@ void BatchEngine::Core::settle(Lane& lane, std::vector<EndedRun>& ended) {
       const bool overdue = batch.overdue.load(std::memory_order_relaxed);
       if (each.status == nvme::kCommandAborted && !overdue &&
           !stopping.load(std::memory_order_relaxed)) {
-        lane.add(run, is_write);
+        mover.add(run, is_write);
         continue;
       }
       for (uint32_t i = 0; i < run.rows; ++i) batch.fail(run.first_row + i, each.status);

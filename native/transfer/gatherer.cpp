@@ -1,8 +1,5 @@
 #include "transfer/gatherer.h"
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -11,6 +8,7 @@
 #include <system_error>
 
 #include "base/fault_guard.h"
+#include "storage/file_io.h"
 #include "transfer/copy_ahead.h"
 
 namespace fw::native {
@@ -20,7 +18,7 @@ namespace {
 constexpr uint64_t kGatherStepBytes = uint64_t(256) << 10;
 // The same for a file, whose pieces take longer the fewer are in flight.
 constexpr uint64_t kFileStepPieces = 512;
-// Neighbours in the file are moved together, up to this size.
+// Neighbours in the file are read together, up to this size.
 constexpr uint64_t kRunBytesMax = uint64_t(1) << 20;
 
 constexpr std::chrono::microseconds kReapPause{20};
@@ -32,18 +30,6 @@ uint64_t gather_range(uint64_t base, const Gatherer::Pieces& pieces, uint64_t be
                        reinterpret_cast<const void*>(base + uint64_t(pieces.offsets[i])),
                        pieces.piece_bytes, CopyResult::kFailed};
   });
-}
-
-// Moves the rest of a transfer by blocking calls. Returns 0 or an errno value.
-int finish(int fd, uint64_t memory, uint64_t nbytes, uint64_t offset, bool write) {
-  while (nbytes != 0) {
-    const long moved = syscall(write ? SYS_pwrite64 : SYS_pread64, fd, memory, nbytes, offset);
-    if (moved < 0 && errno == EINTR) continue;
-    if (moved < 0) return errno;
-    if (moved == 0) return ENODATA;
-    memory += uint64_t(moved), offset += uint64_t(moved), nbytes -= uint64_t(moved);
-  }
-  return 0;
 }
 
 }  // namespace
@@ -204,22 +190,13 @@ void Gatherer::give_engine(std::unique_ptr<IoEngine> engine) {
 }
 
 Gatherer::Outcome Gatherer::read(int fd, const Pieces& pieces) {
-  return move_file(fd, pieces, false);
-}
-
-Gatherer::Outcome Gatherer::write(int fd, const Pieces& pieces) {
-  return move_file(fd, pieces, true);
-}
-
-Gatherer::Outcome Gatherer::move_file(int fd, const Pieces& pieces, bool write) {
   return run(pieces.count, kFileStepPieces, [=, this](uint64_t begin, uint64_t end) {
-    return move_range(fd, pieces, write, begin, end);
+    return read_range(fd, pieces, begin, end);
   });
 }
 
 // One thread's part: keeps the engine full, and ends by blocking calls what came back short.
-Gatherer::Outcome Gatherer::move_range(int fd, const Pieces& pieces, bool write, uint64_t begin,
-                                       uint64_t end) {
+Gatherer::Outcome Gatherer::read_range(int fd, const Pieces& pieces, uint64_t begin, uint64_t end) {
   struct Run {
     uint64_t first = 0;
     uint64_t nbytes = 0;
@@ -236,14 +213,12 @@ Gatherer::Outcome Gatherer::move_range(int fd, const Pieces& pieces, bool write,
   }
   Outcome outcome;
   const auto memory_of = [&](const Run& run) {
-    return pieces.buffer + run.first * pieces.piece_bytes;
+    return reinterpret_cast<std::byte*>(pieces.buffer + run.first * pieces.piece_bytes);
   };
   const auto end_run = [&](const Run& run, int32_t result) {
     const uint64_t moved = result > 0 ? uint64_t(result) : 0;
-    const int error = moved == run.nbytes
-                          ? 0
-                          : finish(fd, memory_of(run) + moved, run.nbytes - moved,
-                                   uint64_t(pieces.offsets[run.first]) + moved, write);
+    const int error = read_fully(fd, memory_of(run) + moved, run.nbytes - moved,
+                                 uint64_t(pieces.offsets[run.first]) + moved);
     const bool first = outcome.error == 0 || run.first < outcome.piece;
     if (error != 0 && first) outcome = {error, run.first};
   };
@@ -259,11 +234,11 @@ Gatherer::Outcome Gatherer::move_range(int fd, const Pieces& pieces, bool write,
          ++submitted) {
       const Run& next = runs[submitted];
       IoOperation operation;
-      operation.kind = write ? IoOperation::Kind::kWrite : IoOperation::Kind::kRead;
+      operation.kind = IoOperation::Kind::kRead;
       operation.fd = fd;
       operation.nbytes = uint32_t(next.nbytes);
       operation.offset = uint64_t(pieces.offsets[next.first]);
-      operation.memory = reinterpret_cast<void*>(memory_of(next));
+      operation.memory = memory_of(next);
       operation.token = submitted;
       engine->submit(operation);
     }

@@ -1,4 +1,4 @@
-// Host threads that move scattered pieces of one size between memory or a file and one contiguous
+// Host threads that collect scattered pieces of one size, of memory or a file, in one contiguous
 // buffer, in the buffer's order.
 //
 // Any number of threads may call; each call takes part in its own work and returns when all of it
@@ -38,7 +38,7 @@ class Gatherer {
     uint64_t piece = 0;
   };
 
-  // Reads or writes in flight by one thread.
+  // Reads in flight by one thread.
   static constexpr uint32_t kInFlight = 64;
 
   // At most `threads` threads work at a time, the caller among them.
@@ -55,7 +55,6 @@ class Gatherer {
   Outcome gather(uint64_t base, const Pieces& pieces);
   // A file. With O_DIRECT, the caller sees to alignment.
   Outcome read(int fd, const Pieces& pieces);
-  Outcome write(int fd, const Pieces& pieces);
 
   // Ends the threads, after the work that has begun; later calls throw std::runtime_error.
   void stop();
@@ -68,8 +67,7 @@ class Gatherer {
   Outcome run(uint64_t count, uint64_t step, Act act);
   void serve();
   static void work(Task& task);
-  Outcome move_file(int fd, const Pieces& pieces, bool write);
-  Outcome move_range(int fd, const Pieces& pieces, bool write, uint64_t begin, uint64_t end);
+  Outcome read_range(int fd, const Pieces& pieces, uint64_t begin, uint64_t end);
   std::unique_ptr<IoEngine> take_engine();
   void give_engine(std::unique_ptr<IoEngine> engine);
 

@@ -549,7 +549,6 @@ class BatchEngine:
         storage: Storage,
         row_bytes: int,
         rows: int,
-        first_byte: int,
         ports: Sequence[BatchPort],
         workers: tuple[int, int],
         limit_ns: int,
@@ -614,9 +613,6 @@ class Gatherer:
         self, buffer: int, base: int, offsets: int, count: int, piece_bytes: int
     ) -> tuple[int, int]: ...
     def read(
-        self, buffer: int, fd: int, offsets: int, count: int, piece_bytes: int
-    ) -> tuple[int, int]: ...
-    def write(
         self, buffer: int, fd: int, offsets: int, count: int, piece_bytes: int
     ) -> tuple[int, int]: ...
     def stop(self) -> None: ...

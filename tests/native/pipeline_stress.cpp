@@ -279,7 +279,6 @@ void overlap(std::mt19937& random) {
   std::shared_ptr<Storage> storage = memory;
   if (random() % 2 == 0) storage = std::make_shared<Unreliable>(memory, 0);
   EngineOptions options = options_for(table, storage, random);
-  options.first_byte = 0;
   Memory regions[2];
   const bool ring = random() % 2 == 0;
   for (const bool is_write : {false, true}) {

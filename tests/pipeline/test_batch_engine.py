@@ -117,26 +117,26 @@ class Consumer:
 
 
 @st.composite
-def tables(draw: Any) -> tuple[int, int, int, int]:
+def tables(draw: Any) -> tuple[int, int, int]:
     row_bytes = draw(st.one_of(st.integers(1, 9000), st.sampled_from([512, 4096, 300_000])))
     rows = draw(st.integers(1, max(1, min(400, 1_500_000 // row_bytes))))
-    return row_bytes, rows, draw(st.integers(0, 2000)), draw(st.integers(0, 1 << 30))
+    return row_bytes, rows, draw(st.integers(0, 1 << 30))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None)
 @given(table=tables(), way=st.sampled_from(["direct", "ring", "copies"]))
 def test_a_prefetch_has_the_rows_in_their_order(
-    kind: str, table: tuple[int, int, int, int], way: str, tmp_path_factory: pytest.TempPathFactory
+    kind: str, table: tuple[int, int, int], way: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    row_bytes, rows, first, seed = table
+    row_bytes, rows, seed = table
     random = np.random.default_rng(seed)
-    data = bytes_of(first + rows * row_bytes, seed)
-    expected = data[first:].reshape(rows, row_bytes)
+    data = bytes_of(rows * row_bytes, seed)
+    expected = data.reshape(rows, row_bytes)
     with opened(kind, data, tmp_path_factory.mktemp("t")) as storage:
         ring = None if way == "direct" else Ring(8192, 3)
         with BatchEngine(
-            DEVICE, storage, rows=rows, row_bytes=row_bytes, first_byte=first, batch_rows=500,
+            DEVICE, storage, rows=rows, row_bytes=row_bytes, batch_rows=500,
             slots=2, ring=ring, copies=way == "copies", workers=(1, 3), timeout_s=10,
         ) as engine:  # fmt: skip
             consumer = Consumer(engine, "prefetch") if way == "ring" else None
@@ -158,17 +158,17 @@ def test_a_prefetch_has_the_rows_in_their_order(
 @settings(max_examples=12, deadline=None)
 @given(table=tables(), way=st.sampled_from(["direct", "ring", "copies"]))
 def test_what_is_written_back_is_in_the_storage(
-    kind: str, table: tuple[int, int, int, int], way: str, tmp_path_factory: pytest.TempPathFactory
+    kind: str, table: tuple[int, int, int], way: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    row_bytes, rows, first, seed = table
+    row_bytes, rows, seed = table
     random = np.random.default_rng(seed)
-    data = bytes_of(first + rows * row_bytes, seed)
+    data = bytes_of(rows * row_bytes, seed)
     expected = data.copy()
-    table_of = expected[first:].reshape(rows, row_bytes)
+    table_of = expected.reshape(rows, row_bytes)
     with opened(kind, data, tmp_path_factory.mktemp("t")) as storage:
         ring = None if way == "direct" else Ring(8192, 3)
         with BatchEngine(
-            DEVICE, storage, rows=rows, row_bytes=row_bytes, first_byte=first, batch_rows=500,
+            DEVICE, storage, rows=rows, row_bytes=row_bytes, batch_rows=500,
             slots=2, directions=("prefetch", "write_back"), ring=ring, copies=way == "copies",
             workers=2, timeout_s=10,
         ) as engine:  # fmt: skip

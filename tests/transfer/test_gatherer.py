@@ -69,18 +69,6 @@ def test_a_file_gives_the_same(piece: int, count: int, seed: int) -> None:
     np.testing.assert_array_equal(buffer, expected(source, offsets, piece))
 
 
-def test_write_undoes_gather(gatherer: Gatherer, tmp_path: Path) -> None:
-    source = data(4096 * 3000)
-    offsets = np.random.default_rng(1).permutation(3000) * 4096
-    buffer = np.zeros_like(source)
-
-    gatherer.gather(buffer, source, offsets, 4096)
-    with (tmp_path / "file").open("w+b") as file:
-        gatherer.write(file.fileno(), buffer, offsets, 4096)
-
-    assert (tmp_path / "file").read_bytes() == source.tobytes()
-
-
 @pytest.mark.parametrize("way", ["io_uring", "threads"])
 def test_both_ways_into_files_work(way: str, tmp_path: Path, monkeypatch: object) -> None:
     assert isinstance(monkeypatch, pytest.MonkeyPatch)

@@ -121,8 +121,6 @@ class BatchEngine(endings.OfProcess):
         Where the rows lie. The caller keeps it open.
     rows, row_bytes : int
         How many rows it has, and the bytes of each, any number from 1 on.
-    first_byte : int
-        Where row 0 begins.
     batch_rows : int
         The most rows of a batch.
     slots : int
@@ -190,7 +188,6 @@ class BatchEngine(endings.OfProcess):
         rows: int,
         row_bytes: int,
         batch_rows: int,
-        first_byte: int = 0,
         slots: int = 8,
         directions: Sequence[Direction] = ("prefetch",),
         ring: Ring | None = None,
@@ -206,11 +203,9 @@ class BatchEngine(endings.OfProcess):
         self._decisions_logged = 0
         self.row_bytes = integer("row_bytes", row_bytes, 1, _ROWS_MAX)
         self.rows = integer("rows", rows, 0, SIZE_MAX)
-        first_byte = integer("first_byte", first_byte, 0, SIZE_MAX)
-        if first_byte + self.rows * self.row_bytes > storage.nbytes:
+        if self.rows * self.row_bytes > storage.nbytes:
             raise BoundsError(
-                f"{rows} rows of {row_bytes} bytes from byte {first_byte} on lie beyond the "
-                f"storage's {storage.nbytes} bytes"
+                f"{rows} rows of {row_bytes} bytes lie beyond the storage's {storage.nbytes} bytes"
             )
         batch_rows = integer("batch_rows", batch_rows, 1, _ROWS_MAX)
         slots = integer("slots", slots, 1, _SLOTS_MAX)
@@ -240,7 +235,6 @@ class BatchEngine(endings.OfProcess):
                     storage.native,
                     self.row_bytes,
                     self.rows,
-                    first_byte,
                     natives,
                     self.worker_limits,
                     int(self.timeout_s * 1e9),

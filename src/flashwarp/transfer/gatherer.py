@@ -23,7 +23,7 @@ Bytes = npt.NDArray[Any]
 
 
 class Gatherer(endings.OfProcess):
-    """Moves scattered pieces of one size at memory speed, by a few threads of the host.
+    """Collects scattered pieces of one size at memory speed, by a few threads of the host.
 
     Piece i of the buffer is the one that the i-th offset names, so a batch lies in the order in
     which its user asked for it. Calls block, release the GIL, and may come from any number of
@@ -35,7 +35,7 @@ class Gatherer(endings.OfProcess):
         The most that work on one call, the caller among them. Default: every core that this process
         may use.
     in_flight : int
-        Reads or writes of a file that one of them has in flight, at most.
+        Reads of a file that one of them has in flight, at most.
 
     Examples
     --------
@@ -66,7 +66,7 @@ class Gatherer(endings.OfProcess):
 
     @property
     def file_way(self) -> str:
-        """How files are read and written: "io_uring", or what takes its place and why."""
+        """How files are read: "io_uring", or what takes its place and why."""
         self._check_usable()
         return self._native.file_way
 
@@ -93,7 +93,7 @@ class Gatherer(endings.OfProcess):
         StorageError
             A page of the mapped file is gone. The buffer's content is undefined.
         """
-        to, where = self._buffer(buffer, offsets, piece_bytes, writable=True)
+        to, where = self._buffer(buffer, offsets, piece_bytes)
         _check_array("source", source, writable=False)
         last = source.nbytes - piece_bytes
         if where.size and (where.min() < 0 or where.max() > last):
@@ -116,25 +116,17 @@ class Gatherer(endings.OfProcess):
         StorageError
             A read failed, or the file ends before a piece does; it names the first such piece.
         """
-        to, where = self._buffer(buffer, offsets, piece_bytes, writable=True)
+        to, where = self._buffer(buffer, offsets, piece_bytes)
         self._check(self._native.read(to, _descriptor(fd), *_list(where), piece_bytes), where, fd)
-
-    def write(self, fd: int, buffer: Bytes, offsets: npt.ArrayLike, piece_bytes: int) -> None:
-        """Write the pieces of `buffer` to an open file; as `read`, the other way.
-
-        Nothing is durable before `os.fdatasync`. An offset must occur once only.
-        """
-        of, where = self._buffer(buffer, offsets, piece_bytes, writable=False)
-        self._check(self._native.write(of, _descriptor(fd), *_list(where), piece_bytes), where, fd)
 
     # Checks.
 
     def _buffer(
-        self, buffer: Bytes, offsets: npt.ArrayLike, piece_bytes: int, *, writable: bool
+        self, buffer: Bytes, offsets: npt.ArrayLike, piece_bytes: int
     ) -> tuple[int, npt.NDArray[np.int64]]:
         self._check_usable()
         integer("piece_bytes", piece_bytes, 1, _MOST)
-        _check_array("buffer", buffer, writable=writable)
+        _check_array("buffer", buffer, writable=True)
         where = np.asarray(offsets)
         if where.ndim != 1 or (where.size and where.dtype.kind not in "iu"):
             raise ArgumentError(

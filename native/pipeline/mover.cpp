@@ -1,4 +1,4 @@
-#include "pipeline/lane.h"
+#include "pipeline/mover.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,7 +13,7 @@
 namespace fw::native::pipeline {
 namespace {
 
-// Of a queue pair that the lane serves itself: a run has two pages at most, so needs no list.
+// Of a queue pair that the mover serves itself: a run has two pages at most, so needs no list.
 constexpr uint64_t kTransferPageBytes = 2 << 20;
 constexpr uint64_t kBlock = nvme::kLbaBytes;
 // A run with the blocks at its ends that it has only a part of.
@@ -26,7 +26,7 @@ std::byte* at(uint64_t address) { return reinterpret_cast<std::byte*>(address); 
 
 }  // namespace
 
-Lane::Lane(const Options& options)
+Mover::Mover(const Options& options)
     : storage_(options.storage),
       drives_(options.drives),
       index_(options.index),
@@ -43,7 +43,7 @@ Lane::Lane(const Options& options)
   for (uint32_t cid = slots; cid-- > 0;) free_cids_.push_back(uint16_t(cid));
   if (slots != 0) bounce_ = std::make_unique<HostMemory>(slots * kBounceBytes, 4096);
   if (needs_none || drives_ != nullptr) return;
-  // The lane's own bounce memory, too.
+  // The mover's own bounce memory, too.
   auto memory = options.memory;
   memory.emplace_back(reinterpret_cast<uint64_t>(bounce_->address()), bounce_->nbytes());
   context_.regions = DmaRegions(std::move(memory));
@@ -56,15 +56,15 @@ Lane::Lane(const Options& options)
   server_ = std::make_unique<QueueServer>(own_pair_->addresses(), context_, std::move(engine));
 }
 
-HostQueuePair& Lane::pair_of(uint32_t drive) {
+HostQueuePair& Mover::pair_of(uint32_t drive) {
   return drives_ == nullptr ? *own_pair_ : *drives_->pairs[index_][drive];
 }
 
-std::byte* Lane::bounce(uint16_t cid) {
+std::byte* Mover::bounce(uint16_t cid) {
   return static_cast<std::byte*>(bounce_->address()) + cid * kBounceBytes;
 }
 
-bool Lane::work(std::vector<EndedRun>& ended) {
+bool Mover::work(std::vector<EndedRun>& ended) {
   const size_t before = ended.size(), first = next_;
   if (next_ != backlog_.size()) {
     if (!in_memory_ && drives_ == nullptr) copy_cached(ended);
@@ -94,7 +94,7 @@ bool Lane::work(std::vector<EndedRun>& ended) {
         if (pair.in_flight() == 0) continue;
         SoftwareController& controller = *drives_->controllers[d];
         const bool rung = pair.ring();
-        if (drives_->served_by_lanes) {
+        if (drives_->served_by_workers) {
           controller.serve_some(index_);
         } else if (rung) {
           // Its threads may sleep.
@@ -108,7 +108,7 @@ bool Lane::work(std::vector<EndedRun>& ended) {
 }
 
 // Copies reads out of a storage that is memory. What fails is marked, and the rest goes on.
-void Lane::copy_mapped(std::vector<EndedRun>& ended) {
+void Mover::copy_mapped(std::vector<EndedRun>& ended) {
   const auto base = reinterpret_cast<uint64_t>(storage_->mapped_base());
   const bool can_shrink = storage_->mapping_can_shrink();
   while (next_ != backlog_.size() && !backlog_[next_].is_write) {
@@ -136,7 +136,7 @@ void Lane::copy_mapped(std::vector<EndedRun>& ended) {
 }
 
 // Copies reads of what the page cache has. The others are marked as tried.
-void Lane::copy_cached(std::vector<EndedRun>& ended) {
+void Mover::copy_cached(std::vector<EndedRun>& ended) {
   tried_ = std::max(tried_, next_);
   size_t kept = tried_;
   base::host_copy copies[kCachedMax];
@@ -168,12 +168,12 @@ void Lane::copy_cached(std::vector<EndedRun>& ended) {
 }
 
 // Starts a run. Returns false if there is no room for it now.
-bool Lane::start(const Waiting& waiting, std::vector<EndedRun>& ended) {
+bool Mover::start(const Waiting& waiting, std::vector<EndedRun>& ended) {
   const Run run = waiting.run;
   const bool whole = is_aligned(run.offset | run.nbytes, kBlock);
   if (waiting.is_write && drives_ == nullptr && (storage_->writes_inline() || !whole)) {
     // Two runs may share a block, so a part of one is not for a command. The call may wait for
-    // blocks, which no command of this lane may hold then.
+    // blocks, which no command of this mover may hold then.
     if (!storage_->writes_inline() && writes_ != 0) return false;
     write_blocking(run, ended);
     return true;
@@ -184,7 +184,7 @@ bool Lane::start(const Waiting& waiting, std::vector<EndedRun>& ended) {
   return true;
 }
 
-void Lane::post(HostQueuePair& pair, const Waiting& waiting) {
+void Mover::post(HostQueuePair& pair, const Waiting& waiting) {
   const Run& run = waiting.run;
   const uint16_t cid = free_cids_.back();
   free_cids_.pop_back();
@@ -207,7 +207,7 @@ void Lane::post(HostQueuePair& pair, const Waiting& waiting) {
   writes_ += waiting.is_write;
 }
 
-void Lane::reap(HostQueuePair& pair, std::vector<EndedRun>& ended) {
+void Mover::reap(HostQueuePair& pair, std::vector<EndedRun>& ended) {
   pair.reap([&](uint16_t cid, uint16_t status) {
     const Slot slot = slots_[cid];
     if (slot.bounced && !slot.is_write && status == nvme::kSuccess) {
@@ -221,7 +221,7 @@ void Lane::reap(HostQueuePair& pair, std::vector<EndedRun>& ended) {
 }
 
 // If a run of several rows fails, each of them is moved alone, so that only those fail that must.
-void Lane::finish(const Run& run, bool is_write, uint16_t status, std::vector<EndedRun>& ended) {
+void Mover::finish(const Run& run, bool is_write, uint16_t status, std::vector<EndedRun>& ended) {
   if (status == nvme::kSuccess || run.rows == 1 || status == nvme::kCommandAborted) {
     ended.push_back({run, status});
     return;
@@ -238,7 +238,7 @@ void Lane::finish(const Run& run, bool is_write, uint16_t status, std::vector<En
   }
 }
 
-void Lane::write_blocking(const Run& run, std::vector<EndedRun>& ended) {
+void Mover::write_blocking(const Run& run, std::vector<EndedRun>& ended) {
   IoFailure failure;
   const int error = storage_->write(run.offset, at(run.memory), run.nbytes, &failure);
   if (error != 0) note(run, true, error, failure);
@@ -246,7 +246,7 @@ void Lane::write_blocking(const Run& run, std::vector<EndedRun>& ended) {
 }
 
 // Records a failure of what was no command.
-void Lane::note(const Run& run, bool is_write, int error, const IoFailure& failure) {
+void Mover::note(const Run& run, bool is_write, int error, const IoFailure& failure) {
   ErrorRecord record;
   record.operation = is_write ? "write" : "read";
   record.path = failure.path;
@@ -260,7 +260,7 @@ void Lane::note(const Run& run, bool is_write, int error, const IoFailure& failu
   context_.errors.add(std::move(record));
 }
 
-bool Lane::abort(std::vector<EndedRun>& ended) {
+bool Mover::abort(std::vector<EndedRun>& ended) {
   for (; next_ != backlog_.size(); ++next_) {
     ended.push_back({backlog_[next_].run, nvme::kCommandAborted});
   }
@@ -288,6 +288,6 @@ bool Lane::abort(std::vector<EndedRun>& ended) {
   return in_flight_ == 0;
 }
 
-std::vector<ErrorRecord> Lane::take_errors() { return context_.errors.take(); }
+std::vector<ErrorRecord> Mover::take_errors() { return context_.errors.take(); }
 
 }  // namespace fw::native::pipeline

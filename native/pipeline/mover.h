@@ -1,7 +1,7 @@
-// A worker's own way to the storage: copies of what lies in memory, and queue pairs for the rest.
+// What moves a worker's runs: copies of what lies in memory, and queue pairs for the rest.
 //
-// One thread at a time; no two lanes share a queue pair. If the storage is no drive behind a
-// controller, the lane serves its queue pair itself, so alignment, short transfers, replicas and
+// One thread at a time; no two movers share a queue pair. If the storage is no drive behind a
+// controller, the mover serves its queue pair itself, so alignment, short transfers, replicas and
 // faults are handled as for arrays. Nothing here throws after construction.
 #pragma once
 
@@ -38,19 +38,19 @@ struct EndedRun {
 // The most bytes of a run, and so of a command.
 inline constexpr uint32_t kRunBytesMax = 256 << 10;
 
-// Drives with a controller each, whose queue pairs lanes use. Fixed once made; it outlives lanes.
+// Drives with a controller each, whose queue pairs movers use. Fixed once made; it outlives movers.
 struct Drives {
   std::vector<std::unique_ptr<SoftwareController>> controllers;
-  bool served_by_lanes = false;  // the controllers have no threads
-  // Queue pairs of lane l on drive d; each is used by that lane only.
+  bool served_by_workers = false;  // the controllers have no threads
+  // Queue pairs of mover m on drive d; each is used by that mover only.
   std::vector<std::vector<std::unique_ptr<HostQueuePair>>> pairs;
 };
 
-class Lane {
+class Mover {
  public:
   struct Options {
     std::shared_ptr<Storage> storage;
-    Drives* drives = nullptr;                           // null: the lane serves the storage itself
+    Drives* drives = nullptr;                           // null: the mover serves the storage itself
     IoEngineFactory* engines = nullptr;                 // null: no file to read
     std::vector<std::pair<uint64_t, uint64_t>> memory;  // that runs may name
     uint32_t index = 0;
@@ -58,7 +58,7 @@ class Lane {
     uint32_t row_bytes = 0;
     bool is_write = false;  // may be asked to write: then it has queue pairs for that, too
   };
-  explicit Lane(const Options& options);
+  explicit Mover(const Options& options);
 
   // Whether it needs more runs to be busy.
   bool hungry() const { return backlog_.size() == next_ && in_flight_ <= slots_.size() / 2; }
@@ -71,7 +71,7 @@ class Lane {
   bool work(std::vector<EndedRun>& ended);
 
   // Ends all runs, those in flight by the means of the controller, within a few seconds. Returns
-  // false if some do not end: then this lane and the memory of its runs must not be used again.
+  // false if some do not end: then this mover and the memory of its runs must not be used again.
   bool abort(std::vector<EndedRun>& ended);
 
   std::vector<ErrorRecord> take_errors();
@@ -108,7 +108,7 @@ class Lane {
   const uint32_t row_bytes_;
   const bool in_memory_;  // reads are copies
   ControllerContext context_;
-  // Of a storage that the lane serves itself.
+  // Of a storage that the mover serves itself.
   std::unique_ptr<HostQueuePair> own_pair_;
   std::unique_ptr<QueueServer> server_;
 
