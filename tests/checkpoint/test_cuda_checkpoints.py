@@ -16,7 +16,7 @@ from flashwarp.checkpoint import memory, system
 from flashwarp.checkpoint.checkpointer import Checkpointer
 from flashwarp.device import CudaDevice
 from flashwarp.errors import DeviceError, DeviceOutOfMemory
-from flashwarp.transfer import CopyEngine, cuda_lane, pool_of
+from flashwarp.transfer import CopyEngine, cuda_copier, pool_of
 from support import fake_cuda
 from support.fake_cuda import OUT_OF_MEMORY, failing, fake
 
@@ -79,7 +79,7 @@ def check_versions_come_back_through_all_tiers() -> None:
     assert all(0 < stats.flushes[tier] <= 30 for tier in ("gpu", "host"))
     del stats
     # The device's streams stay, and two transfer buffers and events in pools; the caches are gone.
-    assert fake().fake_live_allocations() <= before + 3 + 2 + cuda_lane._SWEPT_AT + 3
+    assert fake().fake_live_allocations() <= before + 3 + 2 + cuda_copier._SWEPT_AT + 3
 
 
 def check_a_gpu_without_a_host_cache_goes_through_staging() -> None:
@@ -97,7 +97,7 @@ def check_storage_alone_holds_versions_of_a_gpu() -> None:
 
 
 def check_copies_are_cut_where_pinned_pieces_meet() -> None:
-    memory.PIECE_BYTES = cuda_lane.PIECE_BYTES = memory._PIECE_BYTES = 64 << 10
+    memory.PIECE_BYTES = cuda_copier.PIECE_BYTES = memory._PIECE_BYTES = 64 << 10
     memory._PIECES_MAX = 1 << 20
     stats = round_trip()
     assert stats.flushes["gpu"] == 30

@@ -432,17 +432,17 @@ class Meanwhile:
         return self.read(*arguments)
 
 
-@pytest.mark.parametrize("way", moving._Way)
-def test_a_file_that_is_cut_meanwhile_is_an_error(tmp_path, monkeypatch, way):
+@pytest.mark.parametrize("route", moving._Route)
+def test_a_file_that_is_cut_meanwhile_is_an_error(tmp_path, monkeypatch, route):
     path = tmp_path / "x.safetensors"
     # The larger one is read by many direct reads at once, too.
     write(path, {"a": ("F16", [400_000]), "b": ("U8", [3 * MIB])})
 
     def cut(*_):
         os.truncate(path, 8 * KIB)
-        return way
+        return route
 
-    monkeypatch.setattr(moving._Source, "way", cut)
+    monkeypatch.setattr(moving._Source, "route", cut)
 
     with pytest.raises(StorageError, match="cut") as caught:
         load(path)
@@ -516,7 +516,7 @@ def test_a_read_that_does_not_end_keeps_the_memory_that_it_writes(tmp_path, monk
     monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.2")
     answer = threading.Event()
     monkeypatch.setattr(moving._native, "read_file", lambda *_: answer.wait(20) and 0)
-    monkeypatch.setattr(moving._Source, "way", lambda *_: moving._Way.BUFFERED)
+    monkeypatch.setattr(moving._Source, "route", lambda *_: moving._Route.BUFFERED)
     target = np.zeros(100, np.uint8)
     held = weakref.ref(target)
 

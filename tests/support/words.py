@@ -21,11 +21,9 @@ class Word:
 
     def hold(self, engine: CopyEngine, direction: Direction, value: int) -> None:
         """Make later copies of one direction wait until the word is at least `value`."""
-        lane: Any = engine._lanes[direction]
-        if isinstance(self._device, CpuDevice):
-            lane._copier.wait_word(self._memory.address, value)
-        else:
-            lane._context.wait_word(self._memory.address, value, lane._stream.handle)
+        copier: Any = engine._copiers[direction]
+        queue = copier._native if isinstance(self._device, CpuDevice) else copier._queue
+        queue.wait_word(self._memory.address, value)
 
     def store(self, value: int) -> None:
         """Let them go; calls no driver, which might wait for them."""

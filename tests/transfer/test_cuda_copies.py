@@ -34,7 +34,7 @@ from flashwarp.transfer import (
     Pool,
     TransferClient,
     buffer,
-    cuda_lane,
+    cuda_copier,
     pool,
     pool_of,
 )
@@ -113,7 +113,7 @@ def check_a_copy_waits_for_the_producer_and_the_consumer_for_the_copy() -> None:
         ticket.wait(10)
 
         assert (here.as_numpy() == 3).all()
-        own = engine._lanes[Direction.TO_HOST]._stream.handle  # type: ignore[attr-defined]
+        own = engine._copiers[Direction.TO_HOST]._queue.handle  # type: ignore[attr-defined]
         assert fake().fake_waits(own, producer.handle) == 1
         assert fake().fake_waits(consumer.handle, own) == 1
 
@@ -229,7 +229,7 @@ def check_a_block_is_given_back_piece_by_piece() -> None:
 
 
 def check_a_copy_is_cut_where_pieces_meet() -> None:
-    buffer.PIECE_BYTES = cuda_lane.PIECE_BYTES = 1 << 16
+    buffer.PIECE_BYTES = cuda_copier.PIECE_BYTES = 1 << 16
     fake().fake_without_batches()
     device = CudaDevice(0)
     there = device.allocate(3 << 16)
@@ -388,13 +388,13 @@ def check_close_releases_everything_once() -> None:
 
 
 def check_copies_in_flight_are_bounded() -> None:
-    cuda_lane._IN_FLIGHT_MAX, cuda_lane.TIMEOUT_S = 40, 0.05
+    cuda_copier._IN_FLIGHT_MAX, cuda_copier.TIMEOUT_S = 40, 0.05
     device = CudaDevice(0)
     there, here = device.allocate(64), device.allocate_host(64)
     word = Word(device)
     with CopyEngine(device) as engine:
         word.hold(engine, Direction.TO_DEVICE, 1)
-        while engine.in_flight < cuda_lane._IN_FLIGHT_MAX - 3:
+        while engine.in_flight < cuda_copier._IN_FLIGHT_MAX - 3:
             engine.copy(there, here, after=())
         refused = 0
         for _ in range(5):

@@ -38,7 +38,7 @@ class GrowingMemory(Closing):
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
         self.nbytes = nbytes
-        # Pieces meet where lanes cut copies.
+        # Pieces meet where copies are cut.
         self._piece_bytes = align_up(max(_PIECE_BYTES, nbytes // _PIECES_MAX), PIECE_BYTES)
         self._memory = host_only(device, nbytes, PIECE_BYTES)
         self.address = self._memory.address

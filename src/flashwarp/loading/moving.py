@@ -125,17 +125,17 @@ class _Source:
         # Chunks are read in any order, which the kernel would take for the begin of a stream.
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def way(self, begin: int, end: int) -> _Way:
+    def route(self, begin: int, end: int) -> _Route:
         """Choose how bytes are to be read."""
         share = 0.0
         if self._mapping is not None:
             try:
                 share = self._mapping.residency(begin, end)
             except OSError:  # a sandbox may refuse to tell
-                return _Way.BUFFERED
+                return _Route.BUFFERED
         if share == 1:
-            return _Way.MAPPED
-        return _Way.BUFFERED if self.direct_fd < 0 or share >= _RESIDENT else _Way.DIRECT
+            return _Route.MAPPED
+        return _Route.BUFFERED if self.direct_fd < 0 or share >= _RESIDENT else _Route.DIRECT
 
     def check_unchanged(self) -> None:
         """Raise StorageError if the file was written or replaced since its header was read."""
@@ -151,7 +151,7 @@ class _Source:
         )
 
     def read(
-        self, gatherer: Gatherer, memory: NDArray[np.uint8], offset: int, nbytes: int, way: _Way
+        self, gatherer: Gatherer, memory: NDArray[np.uint8], offset: int, nbytes: int, route: _Route
     ) -> None:
         """Fill the first bytes of memory with those from `offset` on; blocks.
 
@@ -159,7 +159,7 @@ class _Source:
         """
         done = 0
         try:
-            if way is _Way.MAPPED and self._mapped is not None:
+            if route is _Route.MAPPED and self._mapped is not None:
                 done = nbytes - nbytes % _COPY_BYTES
                 gatherer.gather(
                     memory, self._mapped, _steps(offset, done, _COPY_BYTES), _COPY_BYTES
@@ -168,7 +168,7 @@ class _Source:
                     rest = memory[done:nbytes]
                     gatherer.gather(rest, self._mapped, [offset + done], nbytes - done)
                 return
-            if way is _Way.DIRECT:
+            if route is _Route.DIRECT:
                 whole = nbytes - nbytes % _READ_BYTES
                 steps = _steps(offset, whole, _READ_BYTES)
                 gatherer.read(memory, self.direct_fd, steps, _READ_BYTES)
@@ -182,7 +182,7 @@ class _Source:
                 error.errno or errno.EIO, why, self.path, offset=error.offset
             ) from error
         # Past the page cache go whole pages only.
-        whole = nbytes - nbytes % _PAGE_BYTES if way is _Way.DIRECT else done
+        whole = nbytes - nbytes % _PAGE_BYTES if route is _Route.DIRECT else done
         self._read_on(self.direct_fd, memory[done:whole], offset + done)
         self._read_on(self.fd, memory[whole:nbytes], offset + whole)
 
@@ -207,7 +207,7 @@ class _Source:
         )
 
 
-class _Way(enum.Enum):
+class _Route(enum.Enum):
     """How bytes of a file are read."""
 
     MAPPED = "copied from the page cache"
@@ -430,17 +430,17 @@ class _Mover:
                 chunk = self._chunks.popleft()
             except IndexError:
                 return
-            way = chunk.source.way(chunk.begin, chunk.end)
-            if self._engine is None and way is not _Way.DIRECT:
+            route = chunk.source.route(chunk.begin, chunk.end)
+            if self._engine is None and route is not _Route.DIRECT:
                 for piece in chunk.pieces:
                     target = _view(piece.address, piece.nbytes)
-                    chunk.source.read(self._gatherer, target, piece.offset, piece.nbytes, way)
+                    chunk.source.read(self._gatherer, target, piece.offset, piece.nbytes, route)
                     self._done.append(piece.nbytes)
                 continue
             buffer = self._buffers.take(timeout_s=self._limit_s)
             try:
                 nbytes = chunk.end - chunk.begin
-                chunk.source.read(self._gatherer, buffer.as_numpy(), chunk.begin, nbytes, way)
+                chunk.source.read(self._gatherer, buffer.as_numpy(), chunk.begin, nbytes, route)
                 copies += self._deliver(chunk, buffer)
             finally:
                 buffer.release()

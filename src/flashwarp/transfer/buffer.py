@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 """Bytes that are pinned, and given back, at a time: from one multiple of it in memory to the next.
-No copy may cross from one into the next, so lanes cut copies there. The end of a registration keeps
+No copy may cross from one into the next, so copies are cut there. The end of a registration keeps
 other threads from copies: for so many bytes less than a millisecond is expected, from the 0.07 s
 that 4 GiB take to register, and was not measured."""
 

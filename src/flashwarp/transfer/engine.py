@@ -10,10 +10,10 @@ from flashwarp.device import TIMEOUT_S, CudaDevice, Device, stream_handle
 from flashwarp.errors import ArgumentError, DeviceTimeout, FlashwarpError
 from flashwarp.transfer.bandwidth import LinkBandwidth
 from flashwarp.transfer.buffer import TransferBuffer
-from flashwarp.transfer.cpu_lane import CpuLane
-from flashwarp.transfer.cuda_lane import CudaLane, direction_of
+from flashwarp.transfer.cpu_copier import CpuCopier
+from flashwarp.transfer.cuda_copier import CudaCopier, direction_of
 from flashwarp.transfer.operand import Operand, describe
-from flashwarp.transfer.ticket import After, Direction, Lane, Piece, Ticket
+from flashwarp.transfer.ticket import After, Copier, Direction, Piece, Ticket
 
 __all__ = ["CopyEngine"]
 
@@ -66,15 +66,15 @@ class CopyEngine(endings.OfProcess):
         super().__init__()
         self.device = device
         self.bandwidth = {each: LinkBandwidth(f"{device.name}, {each.value}") for each in Direction}
-        self._lanes: dict[Direction, Lane] = {}
+        self._copiers: dict[Direction, Copier] = {}
         for direction in Direction:
-            self._lanes[direction] = self._make_lane(direction)
+            self._copiers[direction] = self._make_copier(direction)
         endings.remember(self)
 
-    def _make_lane(self, direction: Direction) -> Lane:
+    def _make_copier(self, direction: Direction) -> Copier:
         if isinstance(self.device, CudaDevice):
-            return CudaLane(self.device, self.bandwidth[direction])
-        return CpuLane(self.bandwidth[direction])
+            return CudaCopier(self.device, self.bandwidth[direction])
+        return CpuCopier(self.bandwidth[direction])
 
     # Copies.
 
@@ -162,9 +162,9 @@ class CopyEngine(endings.OfProcess):
         came_after = self._after(after, operands)
         if direction is None:
             direction = self._direction(pieces)
-        lane = self._lanes[direction]
+        copier = self._copiers[direction]
         total = sum(size for _, _, size in pieces)
-        ticket = Ticket(lane, direction, total, [each.owner for each in operands])
+        ticket = Ticket(copier, direction, total, [each.owner for each in operands])
         if not pieces:
             ticket.end(None)
             return ticket
@@ -172,7 +172,7 @@ class CopyEngine(endings.OfProcess):
             if isinstance(each.owner, TransferBuffer):
                 each.owner.joins(ticket)
         try:
-            lane.submit(ticket, pieces, came_after)
+            copier.submit(ticket, pieces, came_after)
         except FlashwarpError as error:
             # Raised here, so nobody needs to be told again. What had been queued of it ends later.
             ticket.seen = True
@@ -207,7 +207,7 @@ class CopyEngine(endings.OfProcess):
     @property
     def in_flight(self) -> int:
         """Copies that have not ended."""
-        return sum(lane.in_flight() for lane in self._lanes.values())
+        return sum(copier.in_flight() for copier in self._copiers.values())
 
     def synchronize(self, timeout_s: float = TIMEOUT_S) -> None:
         """Block until the present copies have ended; raise the first error that nobody has seen."""
@@ -219,7 +219,8 @@ class CopyEngine(endings.OfProcess):
         waited = _waiting.until(lambda: self.in_flight == 0, timeout_s)
         if waited is not None:
             counts = ", ".join(
-                f"{lane.in_flight()} {direction.value}" for direction, lane in self._lanes.items()
+                f"{copier.in_flight()} {direction.value}"
+                for direction, copier in self._copiers.items()
             )
             raise DeviceTimeout(
                 f"copies on {self.device.name} have not ended after {waited:.1f} s (limit "
@@ -228,7 +229,7 @@ class CopyEngine(endings.OfProcess):
             )
 
     def _raise_failures(self) -> None:
-        failures = [each for lane in self._lanes.values() for each in lane.take_failures()]
+        failures = [each for copier in self._copiers.values() for each in copier.take_failures()]
         first = endings.first_of(failures)
         if first is not None:
             raise first
@@ -247,8 +248,8 @@ class CopyEngine(endings.OfProcess):
 
     def _release(self) -> None:
         self._closed = True
-        for lane in self._lanes.values():
-            lane.close()
+        for copier in self._copiers.values():
+            copier.close()
         endings.forget(self)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""`Ticket`: one copy under way, what it comes after, and the lane that runs it."""
+"""`Ticket`: one copy under way, what it comes after, and the copier that runs it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from flashwarp import _waiting
 from flashwarp.device import TIMEOUT_S, stream_handle
 from flashwarp.errors import DeviceTimeout, FlashwarpError
 
-__all__ = ["After", "Direction", "Lane", "Piece", "Ticket"]
+__all__ = ["After", "Copier", "Direction", "Piece", "Ticket"]
 
 Piece = tuple[int, int, int]
 """Target and source address, and bytes."""
 
 
 class Direction(enum.Enum):
-    """Which way a copy goes; each has a stream of its own, so they run beside each other."""
+    """Where a copy goes; each has a stream of its own, so they run beside each other."""
 
     TO_DEVICE = "to device"
     TO_HOST = "to host"
     WITHIN = "within the device"
 
 
-class Lane(Protocol):
+class Copier(Protocol):
     """The copies of one direction, in order."""
 
     def submit(self, ticket: Ticket, pieces: Sequence[Piece], after: After) -> None:
@@ -65,28 +65,28 @@ class Ticket:
     nbytes : int
         Bytes of all pieces.
     direction : Direction
-        Which way it goes.
+        Where it goes.
     """
 
-    def __init__(self, lane: Lane, direction: Direction, nbytes: int, owners: object) -> None:
+    def __init__(self, copier: Copier, direction: Direction, nbytes: int, owners: object) -> None:
         self.direction = direction
         self.nbytes = nbytes
         self.seen = False
-        # For the lane: its number, and its event if it has one.
+        # For the copier: its number, and its event if it has one.
         self.number = 0
         self.event = 0
         self.begin = 0
         self._owners = owners
         # Why the driver refused a part of it, while the rest is in flight.
         self.refusal: FlashwarpError | None = None
-        self.lane = lane
+        self.copier = copier
         self._over = False
         self._error: FlashwarpError | None = None
 
     def over(self) -> bool:
         """Return whether it has ended, well or not. Never blocks, and raises no error of it."""
         if not self._over:
-            self.lane.sweep()
+            self.copier.sweep()
         return self._over
 
     def done(self) -> bool:
@@ -121,10 +121,10 @@ class Ticket:
         Does not look at an error: `wait` or `done` shows it.
         """
         if not self.over():
-            self.lane.order_before(self, stream_handle(stream))
+            self.copier.order_before(self, stream_handle(stream))
 
     def end(self, error: FlashwarpError | None) -> None:
-        """For the lane: note the end. The first one counts."""
+        """For the copier: note the end. The first one counts."""
         if not self._over:
             self._error = error
             self._owners = None

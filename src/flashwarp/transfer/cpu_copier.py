@@ -11,20 +11,20 @@ from flashwarp.errors import ArgumentError, ClosedError, DeviceError, FlashwarpE
 from flashwarp.transfer.bandwidth import LinkBandwidth
 from flashwarp.transfer.ticket import After, Piece, Ticket
 
-__all__ = ["CpuLane"]
+__all__ = ["CpuCopier"]
 
 # Shorter copies take their time from the call, not from memory.
 _MEASURED_BYTES_MIN = 1 << 20
 
 
-class CpuLane:
-    """A thread that starts with the first copy. `Lane` documents the methods."""
+class CpuCopier:
+    """A thread that starts with the first copy. `Copier` documents the methods."""
 
     # ruff: noqa: D102
 
     def __init__(self, bandwidth: LinkBandwidth) -> None:
         self._bandwidth = bandwidth
-        self._copier = _native.HostCopier()
+        self._native = _native.HostCopier()
         self._pid = os.getpid()
         self._lock = endings.Lock()
         self._tickets: deque[Ticket] = deque()
@@ -33,10 +33,10 @@ class CpuLane:
     def submit(self, ticket: Ticket, pieces: Sequence[Piece], after: After) -> None:
         try:
             for each in after.tickets:
-                lane = each.lane
-                if isinstance(lane, CpuLane) and lane is not self:
-                    self._copier.wait_word(lane._copier.ended_address, each.number)
-            self._copier.copy_and_append(list(pieces), self._tickets, ticket)
+                copier = each.copier
+                if isinstance(copier, CpuCopier) and copier is not self:
+                    self._native.wait_word(copier._native.ended_address, each.number)
+            self._native.copy_and_append(list(pieces), self._tickets, ticket)
         except RuntimeError as error:
             raise _refusal(error) from error
 
@@ -46,7 +46,7 @@ class CpuLane:
 
     def _sweep(self) -> None:
         """Read the results, end their tickets, and only then forget them."""
-        ended = {result[0]: result[1:] for result in self._copier.results()}
+        ended = {result[0]: result[1:] for result in self._native.results()}
         while self._tickets and self._tickets[0].number in ended:
             ticket = self._tickets[0]
             failed, nanoseconds, withdrawn = ended[ticket.number]
@@ -58,7 +58,7 @@ class CpuLane:
             ticket.end(error)
             self._tickets.popleft()
         if ended:
-            self._copier.forget(max(ended))
+            self._native.forget(max(ended))
 
     def in_flight(self) -> int:
         self.sweep()
@@ -73,7 +73,7 @@ class CpuLane:
         return [each.error for each in failed if not each.seen and each.error is not None]
 
     def close(self) -> None:
-        self._copier.stop()
+        self._native.stop()
         self.sweep()
 
 

@@ -1,4 +1,4 @@
-"""Copies of one direction on a GPU: a stream of their own, and events from a pool."""
+"""Copies of one direction on a GPU: a queue of their own, and events from a pool."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from flashwarp.device.base import quietly
 from flashwarp.errors import ArgumentError, DeviceError, DeviceTimeout, FlashwarpError
 from flashwarp.transfer.bandwidth import LinkBandwidth
 from flashwarp.transfer.buffer import PIECE_BYTES
+from flashwarp.transfer.device_queue import DeviceQueue
 from flashwarp.transfer.ticket import After, Direction, Piece, Ticket
 
-__all__ = ["CudaLane", "direction_of"]
+__all__ = ["CudaCopier", "direction_of"]
 
 # So many copies are queued before their ends are looked for, and so many in all: then a copy waits
 # for an earlier one to end.
@@ -25,8 +26,8 @@ _IN_FLIGHT_MAX = 1024
 _MEASURED_BYTES_MIN = 1 << 20
 
 
-class CudaLane:
-    """A stream, the tickets of its copies in order, and events. `Lane` documents the methods."""
+class CudaCopier:
+    """A queue, the tickets of its copies in order, and events. `Copier` documents the methods."""
 
     # ruff: noqa: D102
 
@@ -36,20 +37,18 @@ class CudaLane:
         self._lock = endings.Lock()
         self._tickets: deque[Ticket] = deque()
         self._failed: list[Ticket] = []
-        self._stream = device.create_stream()
-        # Used inside of one call of the driver only; and those of the copy that is measured.
-        self._mark = self._context.take_event()
+        self._queue = DeviceQueue(device)
         self._context.provide_events(_SWEPT_AT)
+        # Those of the copy that is measured.
         self._timed = [self._context.create_event(timing=True) for _ in range(2)]
         self._timers = [(self._timed[0], self._timed[1])]
 
     # Copies.
 
     def submit(self, ticket: Ticket, pieces: Sequence[Piece], after: After) -> None:
-        handle = self._stream.handle
         for each in after.tickets:
-            if each.lane is not self and not each.over():
-                self._context.wait_event(handle, each.event)
+            if each.copier is not self and not each.over():
+                self._context.wait_event(self._queue.handle, each.event)
         if ticket.nbytes >= _MEASURED_BYTES_MIN and self._timers:
             ticket.begin, ticket.event = self._timers.pop()
         else:
@@ -58,9 +57,7 @@ class CudaLane:
         try:
             end = End(ticket.event, self._tickets, ticket)
             whole = _without_seams(pieces, ticket.direction)
-            self._context.copy_and_append(
-                after.streams, self._mark, whole, ticket.begin, end, handle
-            )
+            self._queue.copy(whole, after.streams, ticket.begin, end)
         except FlashwarpError as error:
             if ticket in self._tickets:
                 ticket.number = 1  # what was queued before the failure ends later
@@ -138,12 +135,11 @@ class CudaLane:
         for event in self._timed:
             quietly(self._context.releasing("cuEventDestroy", event))
         self._timed.clear()
-        self._context.give_event(self._mark)
-        self._stream.close()
+        self._queue.close()
 
 
 def direction_of(device: CudaDevice, pieces: Sequence[Piece]) -> Direction:
-    """Find out which way a copy goes; all of its pieces go one way."""
+    """Find out where a copy goes: all of its pieces go in one direction."""
     kind_of = device.context.memory_kind
     kinds = {(kind_of(target), kind_of(source)) for target, source, _ in pieces}
     if len(kinds) > 1:
