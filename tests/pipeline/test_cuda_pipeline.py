@@ -29,7 +29,7 @@ from flashwarp.errors import (
     IndexDtypeError,
     StorageError,
 )
-from flashwarp.pipeline import ring
+from flashwarp.pipeline import staged
 from flashwarp.pipeline.engine import BatchEngine, Ring
 from flashwarp.storage import File, Memory
 from flashwarp.testing.faults import Faulty
@@ -52,7 +52,7 @@ def path() -> Path:
 @contextlib.contextmanager
 def opened(batch: int = 300, faults: str = "", **options: Any) -> Iterator[Any]:
     """A file of rows on such a GPU, and a pipeline over it whose batches have several chunks."""
-    ring._CHUNK_BYTES, ring.CHUNKS = 16384, 4
+    staged.RING = Ring(16384, 4)
     values().tofile(path())
     storage: Any = File(path(), writable=True)
     if faults:
@@ -158,7 +158,7 @@ def check_batches_move_behind_the_callers_work() -> None:
         fake().fake_pend(stream.handle)  # a kernel that uses a buffer, and another one's rows
 
         read = p.prefetch([4])
-        p._way._engine.wait("prefetch", read.number, 20)  # the ring has it
+        p._route._engine.wait("prefetch", read.number, 20)  # the ring has it
         write = p.write_back([5], rows)
         done = read.done(), write.done()
         fake().fake_pend(0)
@@ -188,10 +188,10 @@ def check_no_batch_fills_a_buffer_that_is_being_written_back() -> None:
     with opened(depth=1) as (_, p):
         p.prefetch(slice(0, 3))
         p.write_back(slice(0, 3), p.take())
-        fake().fake_pend(p._way._copying["write_back"].handle)  # rows are taken from the buffer
+        fake().fake_pend(p._route._copying["write_back"].handle)  # rows are taken from the buffer
 
         ticket = p.prefetch(slice(3, 6))
-        p._way._engine.wait("prefetch", ticket.number, 20)  # the ring has it
+        p._route._engine.wait("prefetch", ticket.number, 20)  # the ring has it
         done = ticket.done()
         fake().fake_pend(0)
 
@@ -282,7 +282,7 @@ def check_rows_in_place_are_pulled_by_few_warps() -> None:
             blocks, threads, stream, _ = report(device, x.cache.geometry.tags)
             assert blocks == 3, "a block may have a multiprocessor of its own"
             assert threads == 8 * 32
-            assert stream == stream_of_last_launch(x) == p._way._side.handle
+            assert stream == stream_of_last_launch(x) == p._route._side.handle
             assert len(p.take()) == 100_000
         x.check()  # the pipeline's stream is gone, and the array does not wait for it
 

@@ -234,7 +234,7 @@ def check_a_batch_arrives_behind_the_stores_before_it() -> None:
     with opened("r+") as (_, p, _):
         p.prefetch(slice(0, 3))
         p.write_back(slice(0, 3), p.take())
-        fake().fake_pend(p._way._out.handle)  # the stores are under way, from a buffer of the turn
+        fake().fake_pend(p._route._out.handle)  # stores from a buffer of the turn
 
         ticket = p.prefetch(slice(3, 6))
         done = ticket.done()
@@ -248,7 +248,7 @@ def check_a_write_does_not_overtake_the_read_of_its_rows() -> None:
     with opened("r+") as (_, p, _):
         p.prefetch(slice(0, 3))
         rows = p.take()
-        fake().fake_pend(p._way._side.handle)  # reads are under way
+        fake().fake_pend(p._route._side.handle)  # reads are under way
 
         reading = p.prefetch(slice(3, 6))
         writes = [p.write_back(slice(at, at + 3), rows) for at in (8, 5, 12)]

@@ -88,7 +88,7 @@ def test_a_pipeline_that_cannot_begin_leaves_the_array_as_it_was(
         raise MemoryError
 
     with open_rows(path) as x:
-        monkeypatch.setattr("flashwarp.pipeline.workers.make_engine", fail)
+        monkeypatch.setattr("flashwarp.pipeline.pipeline.make_engine", fail)
         with pytest.raises(MemoryError):
             fw.Pipeline(x, 10, workers=2)
         monkeypatch.undo()

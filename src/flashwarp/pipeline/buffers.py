@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 from flashwarp.array.array import Array
+from flashwarp.config import choice
 from flashwarp.device import DeviceArray, DeviceMemory
-from flashwarp.errors import CaptureError
+from flashwarp.errors import ArgumentError, CaptureError
 
-__all__ = ["Buffer", "Buffers", "library_of"]
+__all__ = ["Buffer", "Buffers", "imported", "library_of"]
 
 # Libraries that allocate their own arrays on a GPU; callers of others get a `DeviceArray`.
 _ALLOCATING = ("torch", "cupy")
@@ -99,6 +101,14 @@ class Buffers:
                 if isinstance(whole, DeviceArray):
                     whole.close()
         self._of.clear()
+
+
+def imported(library: str) -> str:
+    """Return the name of a library of which buffers are arrays; "" is that of the ids."""
+    choice("library", library, ("", "numpy", "torch", "cupy"))
+    if library and library not in sys.modules:
+        raise ArgumentError(f"library={library!r} is not imported, and buffers are arrays of it")
+    return library
 
 
 def library_of(array: object) -> str:

@@ -82,7 +82,7 @@ class ArrayEngine:
     """
 
     def __init__(self, array: Array, make: Callable[[], BatchEngine]) -> None:
-        self._array, self._make = array, make
+        self.array, self._make = array, make
         self.engine: BatchEngine | None = None
 
     def begin(self, holder: str, before: ArrayEngine | None = None) -> BatchEngine:
@@ -91,8 +91,8 @@ class ArrayEngine:
         If an engine `before` has it, whose batches have ended, that one loses it. After an
         interrupt `close` gives back what was taken.
         """
-        if self._array.writable:
-            self._array._hand_over(self, holder, before)
+        if self.array.writable:
+            self.array._hand_over(self, holder, before)
         endings.uninterrupted(self._start)
         assert self.engine is not None
         return self.engine
@@ -102,13 +102,13 @@ class ArrayEngine:
 
     def check(self) -> None:
         """Raise ArgumentError if another one has the array now."""
-        self._array._refuse_others(self)
+        self.array._refuse_others(self)
 
     def close(self) -> None:
         """End the engine, and give the array back. May be called twice."""
         if self.engine is not None:
             self.engine.close()
-        self._array._take_back(self)
+        self.array._take_back(self)
 
 
 def _slots(depth: int, batch_rows: int) -> int:

@@ -1,24 +1,11 @@
-"""How a pipeline moves its batches, and how much it has moved."""
+"""How much a pipeline has moved."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashwarp.explanation import Explanation
-
-__all__ = ["PipelineStats", "explained"]
-
-
-def explained(
-    route: str, reason: str, multiprocessors: int, host_threads: int, array: str
-) -> Explanation:
-    """Explain by which route batches move, with how many of each at most, and why.
-
-    `array` is the array's own route, and why it takes that.
-    """
-    facts = {"multiprocessors": multiprocessors, "host_threads": host_threads, "array": array}
-    return Explanation(route, reason, facts)
+__all__ = ["PipelineStats"]
 
 
 @dataclass

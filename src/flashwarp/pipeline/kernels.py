@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.pipeline.device_calls import DeviceCalls
-from flashwarp.pipeline.engines import ArrayEngine, make_engine
-from flashwarp.pipeline.ring import CHUNKS, ring_of
+from flashwarp.pipeline.engine import BatchEngine
+from flashwarp.pipeline.engines import ArrayEngine
+from flashwarp.pipeline.staged import RING
 
 __all__ = ["KernelBatches"]
 
@@ -19,22 +21,10 @@ class KernelBatches(endings.Closing):
     A writable array is theirs until `close`.
     """
 
-    def __init__(
-        self,
-        array: Array,
-        batch_rows: int,
-        depth: int,
-        workers: int | tuple[int, int] | None,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, array: Array, make: Callable[..., BatchEngine]) -> None:
         on_gpu = array.device.kind == "cuda"
-        ring = ring_of(CHUNKS) if on_gpu else None
-        make = partial(
-            make_engine, array, batch_rows, depth, workers, timeout_s, ring, copies=on_gpu
-        )
-        self._own = ArrayEngine(array, make)
+        self._own = ArrayEngine(array, partial(make, RING if on_gpu else None, copies=on_gpu))
         self.calls: DeviceCalls | None = None
-        self._settings = array.dtype, timeout_s
 
     def begin(self, before: ArrayEngine | None) -> DeviceCalls:
         """Start the engine; if this raises, `close` gives back what was taken.
@@ -43,7 +33,7 @@ class KernelBatches(endings.Closing):
         it from now on.
         """
         engine = self._own.begin("kernels that start batches of it past its cache", before)
-        self.calls = DeviceCalls(engine, *self._settings)
+        self.calls = DeviceCalls(engine, self._own.array.dtype)
         return self.calls
 
     def close(self) -> None:

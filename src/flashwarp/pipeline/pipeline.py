@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,36 +17,26 @@ from typing import Any
 from flashwarp import endings
 from flashwarp._names import renamed
 from flashwarp.array.array import Array
-from flashwarp.array.copying import why_no_copies
 from flashwarp.array.operands import Index
-from flashwarp.config import choice, integer
+from flashwarp.config import integer
 from flashwarp.device import TIMEOUT_S, CudaDevice, stream_handle
-from flashwarp.errors import (
-    ArgumentError,
-    DeviceTimeout,
-    FlashwarpError,
-    ReadOnlyError,
-    RouteError,
-)
+from flashwarp.errors import ArgumentError, DeviceTimeout, FlashwarpError, ReadOnlyError
 from flashwarp.explanation import Explanation
-from flashwarp.pipeline.buffers import Buffers, library_of
-from flashwarp.pipeline.copying import CopyWay
+from flashwarp.pipeline.buffers import Buffers, imported, library_of
+from flashwarp.pipeline.choice import choose_route
 from flashwarp.pipeline.device_calls import DeviceCalls
-from flashwarp.pipeline.engines import why_no_engine
+from flashwarp.pipeline.engines import make_engine
 from flashwarp.pipeline.explanation import PipelineStats
 from flashwarp.pipeline.ids import check_rows, refuse_repeats
 from flashwarp.pipeline.kernels import KernelBatches
-from flashwarp.pipeline.ring import RingWay
+from flashwarp.pipeline.route import GpuRoute
 from flashwarp.pipeline.ticket import Ticket
 from flashwarp.pipeline.tiles import tiles
-from flashwarp.pipeline.ways import CpuWay, CudaWay, PullWay, Way
-from flashwarp.pipeline.workers import WorkerWay
 
 __all__ = ["Pipeline"]
 
 _DEPTH_MAX = 1024
 _ROWS_MAX = 1 << 40
-_SMS_MAX = 1024
 
 
 @renamed
@@ -147,51 +136,27 @@ class Pipeline(endings.OfProcess):
         self.batch_rows = integer("batch_rows", batch_rows, 1, _ROWS_MAX)
         self.depth = integer("depth", depth, 1, _DEPTH_MAX)
         self._stream = stream
-        self._library = _library(library)
+        self._library = imported(library)
         self._buffers = Buffers(array, self.batch_rows, self.depth + 1)
         self._reads: deque[Ticket] = deque()
         self._writes: deque[Ticket] = deque()
         self._stats = PipelineStats()
         self._kernels: KernelBatches | None = None
-        self._settings: dict[str, Any] = {"workers": workers, "timeout_s": timeout_s}
-        self._way = self._choose_way(sms, workers, timeout_s)
+        self._make_engine = partial(
+            make_engine, array, self.batch_rows, self.depth, workers, timeout_s
+        )
+        make = partial(self._make_engine, **self._needs)
+        self._route = choose_route(array, make, sms, workers, timeout_s)
         self._explanation: Explanation | None = None
         self._entry = _Entry(self)
         try:
             self._entry.enter()
-            self._way.begin()
+            self._route.begin()
         except BaseException:
             self._closed = True
             self._entry.leave()
-            self._way.close()
+            self._route.close()
             raise
-
-    def _choose_way(
-        self, sms: int | None, workers: int | tuple[int, int] | None, timeout_s: float
-    ) -> Way:
-        array = self.array
-        if not isinstance(array.device, CudaDevice):
-            if workers is None:
-                return CpuWay(array, timeout_s)
-            return WorkerWay(array, self.batch_rows, self.depth, workers, timeout_s)
-        most = None if sms is None else integer("sms", sms, 0, _SMS_MAX)
-        asked = "sms=0" if most == 0 else "workers= is given" if workers is not None else ""
-        refused = why_no_engine(array)
-        if asked and most:
-            raise ArgumentError(
-                f"sms={most} lets warps move the rows, and workers= host threads: give one"
-            )
-        if asked and refused:
-            raise RouteError(f"{asked}, but {refused}: leave it out, and a few warps pull rows")
-        if not asked and not why_no_copies(array.service, array._attachment.storage):
-            return CopyWay(array, most, timeout_s)
-        in_place = array.service.route == "in_place"
-        if not asked and (refused or in_place or most):
-            return PullWay(array, most, timeout_s, refused)
-        reason = asked or "the rows are not read in place"
-        return RingWay(
-            array, self.batch_rows, self.depth, workers, timeout_s, reason, **self._needs
-        )
 
     # Reads.
 
@@ -229,13 +194,13 @@ class Pipeline(endings.OfProcess):
                 f"depth={self.depth} allows: take one first, or make the pipeline deeper"
             )
         self.array._check_usable()
-        self._way.check()
-        chosen, library = self._way.place(ids)
+        self._route.check()
+        chosen, library = self._route.place(ids)
         count = self._count(chosen)
         stream = self._stream_of(library)
         buffer = self._buffers.take(self._library or library, count, stream)
-        ticket = Ticket(self._way, "prefetch", count, buffer, ids)
-        self._way.read(chosen, buffer, stream, ticket)
+        ticket = Ticket(self._route, "prefetch", count, buffer, ids)
+        self._route.read(chosen, buffer, stream, ticket)
         self._reads.append(ticket)
         self._buffers.keep()
         self._stats.note(ticket.route, "prefetch", count, count * self._row_bytes)
@@ -267,9 +232,9 @@ class Pipeline(endings.OfProcess):
         if not self._reads:
             raise ArgumentError("there is no batch to take: call prefetch(ids) first")
         stream = self._stream_of(self._reads[0].buffer.library)
-        self._way.check_capture(self._reads[0], stream)
+        self._route.check_capture(self._reads[0], stream)
         ticket = self._reads.popleft()
-        self._way.finish(ticket, stream)
+        self._route.finish(ticket, stream)
         return ticket.buffer.on(stream)
 
     def iterate(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
@@ -303,7 +268,7 @@ class Pipeline(endings.OfProcess):
         finally:
             while waiting and len(self._reads) > begun and not self._closed:
                 waiting.pop()
-                self._way.drop(self._reads.pop())
+                self._route.drop(self._reads.pop())
 
     @staticmethod
     def tiles(
@@ -396,23 +361,23 @@ class Pipeline(endings.OfProcess):
                 'the array of this pipeline was opened for reading: open it with mode="r+"'
             )
         self.array._check_usable()
-        self._way.check()
+        self._route.check()
         refuse_repeats(self.array, ids)
-        chosen, library = self._way.place(ids)
+        chosen, library = self._route.place(ids)
         count = self._count(chosen)
         check_rows(self.array, count, rows)
-        ticket = Ticket(self._way, "write_back", count, None, (ids, rows))
+        ticket = Ticket(self._route, "write_back", count, None, (ids, rows))
         # Rows in memory of torch come from torch's stream, wherever their ids come from.
         ticket.library = library_of(rows) or library
-        self._way.write(chosen, rows, self._stream_of(ticket.library), ticket)
+        self._route.write(chosen, rows, self._stream_of(ticket.library), ticket)
         self._forget_done_writes()
         self._writes.append(ticket)
         self._stats.note(ticket.route, "write_back", count, count * self._row_bytes)
         return ticket
 
     def _forget_done_writes(self) -> None:
-        while isinstance(self._way, CudaWay) and self._writes and self._writes[0].done():
-            self._way.drop(self._writes.popleft())
+        while isinstance(self._route, GpuRoute) and self._writes and self._writes[0].done():
+            self._route.drop(self._writes.popleft())
 
     def reclaim(self) -> None:
         """Let the caller's stream wait until the rows of all writes have been taken.
@@ -428,9 +393,9 @@ class Pipeline(endings.OfProcess):
         failures: list[BaseException] = []
         while self._writes:
             stream = self._stream_of(self._writes[0].library)
-            self._way.check_capture(self._writes[0], stream)
+            self._route.check_capture(self._writes[0], stream)
             try:
-                self._way.finish(self._writes.popleft(), stream)
+                self._route.finish(self._writes.popleft(), stream)
             except FlashwarpError as error:
                 failures.append(error)
         return failures
@@ -444,13 +409,13 @@ class Pipeline(endings.OfProcess):
                 ticket.wait()
             except FlashwarpError as error:
                 failures.append(error)
-            self._way.drop(ticket)
+            self._route.drop(ticket)
         _raise_first(failures)
 
     def _lend(self, rows: int) -> Any:
         """Lend a buffer with any content, after the writes from it that came before."""
         while len(self._writes) > self.depth:
-            self._way.finish(self._writes.popleft(), self._stream_of(""))
+            self._route.finish(self._writes.popleft(), self._stream_of(""))
         stream = self._stream_of("")
         buffer = self._buffers.take(self._library, rows, stream)
         self._buffers.keep()
@@ -459,7 +424,7 @@ class Pipeline(endings.OfProcess):
     def flush(self) -> None:
         """Make all rows that were written durable. Waits."""
         self.reclaim()
-        self._way.flush()
+        self._route.flush()
 
     # Kernels.
 
@@ -479,33 +444,33 @@ class Pipeline(endings.OfProcess):
         """
         self._check_usable()
         if self._kernels is None:
-            self._way.settle()
-            self._kernels = KernelBatches(self.array, self.batch_rows, self.depth, **self._settings)
+            self._route.settle()
+            self._kernels = KernelBatches(self.array, self._make_engine)
         if self._kernels.calls is not None:
             return self._kernels.calls
-        return self._kernels.begin(self._way.own)
+        return self._kernels.begin(self._route.own)
 
     def check(self) -> None:
         """Raise what batches are known to have failed with, those of kernels too. Never waits."""
         self._check_usable()
-        if isinstance(self._way, RingWay | WorkerWay) or not self.array._holder:
-            self._way.check()
+        if self._route.own is not None or not self.array._holder:
+            self._route.check()
         if self._kernels is not None and self._kernels.calls is not None:
             self._kernels.calls.check()
 
     # What users ask.
 
     def explain(self) -> Explanation:
-        """Explain by which way batches move, what it uses, and why. Never refuses."""
+        """Explain by which route batches move, what it uses, and why. Never refuses."""
         if not self._closed:
-            self._explanation = self._way.explain()
-        return self._explanation or self._way.explain()
+            self._explanation = self._route.explain()
+        return self._explanation or self._route.explain()
 
     @property
     def stats(self) -> PipelineStats:
-        """What has been moved by which way, and the counters of host threads."""
+        """What has been moved by which route, and the counters of host threads."""
         if not self._closed:
-            self._stats.engine = self._way.engine_stats
+            self._stats.engine = self._route.engine_stats
         return self._stats
 
     @property
@@ -530,23 +495,24 @@ class Pipeline(endings.OfProcess):
             return
         failures: list[BaseException] = []
         with contextlib.suppress(FlashwarpError):
-            self._explanation = self._way.explain()
+            self._explanation = self._route.explain()
         try:
             while self._reads:
-                self._way.drop(self._reads.popleft())
-            if not isinstance(self._way, CudaWay) and not self.array.closed:
+                self._route.drop(self._reads.popleft())
+            if not isinstance(self._route, GpuRoute) and not self.array.closed:
                 failures += self._finish_writes()
             if self._kernels is not None:
                 try:
                     self._kernels.close()
                 except FlashwarpError as error:
                     failures.append(error)
-            self._way.close()
+            self._route.close()
         except DeviceTimeout:
             raise  # what is in flight may still write the buffers: close it again
         except FlashwarpError as error:
             failures.append(error)
-        self._writes.clear()
+        while self._writes:
+            self._route.drop(self._writes.popleft())
         self._closed = True
         self._entry.leave()
         self._buffers.close()
@@ -596,13 +562,6 @@ class _OfTiles(Pipeline):
     def __init__(self, only: str | None, *arguments: Any, **options: Any) -> None:
         self._needs = {"only": only, "lists": False}
         super().__init__(*arguments, **options)
-
-
-def _library(name: str) -> str:
-    choice("library", name, ("", "numpy", "torch", "cupy"))
-    if name and name not in sys.modules:
-        raise ArgumentError(f"library={name!r} is not imported, and buffers are arrays of it")
-    return name
 
 
 def _raise_first(failures: list[BaseException]) -> None:

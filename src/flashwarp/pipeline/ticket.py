@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 __all__ = ["Ticket"]
 
 
-class Mover(Protocol):
-    """A way, as far as a ticket needs it."""
+class Waiting(Protocol):
+    """A route, as far as a ticket needs it."""
 
     name: str
 
@@ -39,7 +39,7 @@ class Ticket:
 
     def __init__(
         self,
-        way: Mover,
+        route: Waiting,
         verb: Literal["prefetch", "write_back"],
         rows: int,
         buffer: Buffer | None,
@@ -50,15 +50,15 @@ class Ticket:
         self.buffer: Any = buffer
         self.operands: object = operands
         self.end: Any = None
-        """For the way: what ends it, an event or a future."""
+        """For the route: what ends it, an event or a future."""
         self.number = 0
-        """For the way, if it numbers them."""
-        self.route = way.name
+        """For the route, if it numbers them."""
+        self.route = route.name
         self.library = ""
         """On whose stream it ends; empty: on that of the last batch."""
         self.capture: int | None = None
         """The capture of a CUDA graph that it is part of."""
-        self._way = way
+        self._route = route
 
     def done(self) -> bool:
         """Return whether the batch has ended, well or not. Never blocks."""
@@ -77,7 +77,7 @@ class Ticket:
         DeviceTimeout
             If it does not end in time; default: in the pipeline's.
         """
-        self._way.wait(self, timeout_s)
+        self._route.wait(self, timeout_s)
 
     def __repr__(self) -> str:
         state = "ended" if self.done() else "in flight"

@@ -1,4 +1,4 @@
-"""The way of batches whose data passes the host: host threads, a pinned ring, copy engines.
+"""The route *staged*, of data that passes the host: host threads, a pinned ring, copy engines.
 
 No multiprocessor moves data. The calling thread queues everything that CUDA does for a batch, in
 advance: the copy of the ids, and for each chunk of the ring a wait for a word, a copy, and the
@@ -6,19 +6,18 @@ store of a word. The threads of the engine read lists, move bytes and store word
 CUDA, so a stream that waits for them cannot block them.
 """
 
-# The methods are documented once, by `Way`.
+# The methods are documented once, by `Route`.
 # ruff: noqa: D102
 from __future__ import annotations
 
 import contextlib
 import ctypes
 from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from flashwarp.array.array import Array
 from flashwarp.array.operands import Index
-from flashwarp.device import OwnedStream
 from flashwarp.errors import (
     BoundsError,
     DeviceTimeout,
@@ -28,19 +27,18 @@ from flashwarp.errors import (
 )
 from flashwarp.explanation import Explanation
 from flashwarp.pipeline.buffers import Buffer
-from flashwarp.pipeline.engine import BatchPort, Direction, Ring
-from flashwarp.pipeline.engines import ArrayEngine, make_engine
-from flashwarp.pipeline.explanation import explained
+from flashwarp.pipeline.engine import BatchEngine, BatchPort, Direction, Ring
 from flashwarp.pipeline.ids import host_rows, on_gpu
+from flashwarp.pipeline.route import GpuRoute
 from flashwarp.pipeline.structs import RequestStruct
 from flashwarp.pipeline.ticket import Ticket
-from flashwarp.pipeline.ways import CudaWay
-from flashwarp.storage import Storage
+from flashwarp.transfer import DeviceQueue
 
-__all__ = ["CHUNKS", "RingWay", "ring_of"]
+__all__ = ["RING", "Staged"]
 
-_CHUNK_BYTES = 4 << 20
-CHUNKS = 16
+RING = Ring(chunk_bytes=4 << 20, chunks=16)
+"""Its size."""
+
 _ROWS, _SEQUENCE = 0, 1
 _NO_CAPTURE = (
     "host threads move the rows, and do not see replays (prefetch before the replay and let the "
@@ -48,69 +46,37 @@ _NO_CAPTURE = (
 )
 
 
-def ring_of(chunks: int) -> Ring:
-    """Return the size of a pinned ring."""
-    return Ring(_CHUNK_BYTES, chunks)
-
-
-class RingWay(CudaWay):
+class Staged(GpuRoute):
     """Host threads read rows to a pinned ring, or write them; copy engines move the chunks."""
 
     name = "ring"
 
     def __init__(
-        self,
-        array: Array,
-        batch_rows: int,
-        depth: int,
-        workers: int | tuple[int, int] | None,
-        timeout_s: float,
-        reason: str,
-        *,
-        only: Direction | None = None,
-        lists: bool = True,
+        self, array: Array, timeout_s: float, make: Callable[..., BatchEngine], reason: str
     ) -> None:
-        super().__init__(array, timeout_s)
+        super().__init__(array, timeout_s, partial(make, RING))
         self._reason = reason
-        found = array.explain()
-        self._path = f"{found.route}: {found.reason}"
-        storage = array._attachment.storage
-        assert isinstance(storage, Storage)
-        self._storage = storage
-        self._operands = array._attachment.operands
-        settings = (array, batch_rows, depth, workers, timeout_s, ring_of(CHUNKS))
-        make = partial(make_engine, *settings, only=only, lists=lists)
-        self._own = ArrayEngine(array, make)
-        self._copying: dict[Direction, OwnedStream] = {}
-        self._streams: list[OwnedStream] = []
+        self._copying: dict[Direction, DeviceQueue] = {}
         # Batches whose errors the caller has not had: reads that were given to a stream before they
         # had ended, and writes. By direction, oldest first.
         self._unseen: dict[Direction, deque[int]] = {}
 
-    @property
-    def own(self) -> ArrayEngine:
-        return self._own
-
     def begin(self) -> None:
-        # Stores of before are read past the cache, and nobody else stores from now on.
-        self._engine = self._own.begin("a pipeline that reads and writes it past its cache")
+        super().begin()
         self._ports = {each: _Port(port) for each, port in self._engine.ports.items()}
         self._unseen = {each: deque() for each in self._ports}
-        self._submitting = self._make_stream()
-        self._copying = {each: self._make_stream() for each in self._ports}
-
-    def _make_stream(self) -> OwnedStream:
-        self._streams.append(self._device.create_stream())
-        return self._streams[-1]
+        self._submitting = self._make_queue()
+        self._copying = {each: self._make_queue() for each in self._ports}
 
     # Batches.
 
     def place(self, ids: object) -> tuple[range | Index, str]:
-        self._own.check()
+        assert self.own is not None
+        self.own.check()
         if not on_gpu(ids):
             # Rows that the host knows stay there: its threads read the list.
             return host_rows(self.array, ids)
-        index = self._operands.index(ids)
+        index = self.array._attachment.operands.index(ids)
         if index.itemsize != 8:
             raise IndexDtypeError(
                 "ids of dtype int32 on a GPU: batches that pass the host need int64, such as "
@@ -120,36 +86,34 @@ class RingWay(CudaWay):
 
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
         number, port = self._submit("prefetch", chosen, stream)
-        copying = self._copying["prefetch"].handle
+        copying, words = self._copying["prefetch"], port.words
         # The caller's work so far has read what was in the buffer, and so have writes from it.
-        self._device.order(stream, copying)
+        copying.after(stream)
         if "write_back" in self._copying:
-            self._device.order(self._copying["write_back"].handle, copying)
-        context, words = self._device.context, port.words
+            copying.after(self._copying["write_back"].handle)
         for q, chunk, begin, nbytes in port.chunks_of(ticket.rows * self._engine.row_bytes):
-            context.wait_word(words.filled, q, copying)
-            context.call("cuMemcpyAsync", buffer.address + begin, chunk, nbytes, copying)
-            context.write_word(words.emptied, q, copying)
-        self._end(ticket, self._copying["prefetch"])
+            copying.wait_word(words.filled, q)
+            copying.copy([(buffer.address + begin, chunk, nbytes)])
+            copying.write_word(words.emptied, q)
+        ticket.end = copying.signal()
         ticket.number = number
 
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
         self._refuse_capture(stream, _NO_CAPTURE)
-        source = self._operands.source(rows, chosen)
-        copying = self._copying["write_back"].handle
-        self._device.order(stream, copying)
+        source = self.array._attachment.operands.source(rows, chosen)
+        copying = self._copying["write_back"]
+        copying.after(stream)
         if source.held is not None:
-            self._device.order(None, copying)
+            copying.after(None)
         ticket.operands = (ticket.operands, source)
-        port = self._ports["write_back"]
-        context, words = self._device.context, port.words
-        number, _ = self._submit("write_back", chosen, stream)
+        number, port = self._submit("write_back", chosen, stream)
+        words = port.words
         for q, chunk, begin, nbytes in port.chunks_of(ticket.rows * self._engine.row_bytes):
             if q > words.chunks:
-                context.wait_word(words.emptied, q - words.chunks, copying)
-            context.call("cuMemcpyAsync", chunk, source.address + begin, nbytes, copying)
-            context.write_word(words.filled, q, copying)
-        self._end(ticket, self._copying["write_back"])
+                copying.wait_word(words.emptied, q - words.chunks)
+            copying.copy([(chunk, source.address + begin, nbytes)])
+            copying.write_word(words.filled, q)
+        ticket.end = copying.signal()
         ticket.number = number
         self._unseen["write_back"].append(number)
 
@@ -161,22 +125,20 @@ class RingWay(CudaWay):
         port = self._ports[direction]
         self._free_slot(direction, port.number + 1 - port.words.slots)
         port.number = number = port.number + 1
-        run = self._submitting.handle
         request = port.request(number)
         request.rows, request.buffer = len(chosen), 0
         request.kind = _SEQUENCE if isinstance(chosen, range) else _ROWS
         request.first = chosen.start if isinstance(chosen, range) else 0
         request.after = sum(each.number for each in self._ports.values() if each is not port)
-        context = self._device.context
         if isinstance(chosen, Index) and len(chosen):
             place = port.list_of(number)
             if chosen.checked:
                 ctypes.memmove(place, chosen.address, 8 * len(chosen))
             else:
                 # The caller's work so far has computed the ids.
-                self._device.order(stream, run)
-                context.call("cuMemcpyAsync", place, chosen.address, 8 * len(chosen), run)
-        context.write_word(port.ready_of(number), number, run)
+                self._submitting.after(stream)
+                self._submitting.copy([(place, chosen.address, 8 * len(chosen))])
+        self._submitting.write_word(port.ready_of(number), number)
         self._engine.announce(direction, number)
         return number, port
 
@@ -214,8 +176,8 @@ class RingWay(CudaWay):
 
     def settle(self) -> None:
         """Wait until all batches have ended, and raise the first error that nobody has had."""
-        for stream in self._streams:
-            self._device.wait(stream, 2 * self._timeout_s + 30)
+        for queue in self._queues:
+            queue.wait(2 * self._timeout_s + 30)
         failure: FlashwarpError | None = None
         # Streams are done with a batch of writes when the ring has it. The storage has it later.
         for direction, unseen in self._unseen.items():
@@ -229,22 +191,15 @@ class RingWay(CudaWay):
 
     def flush(self) -> None:
         self.settle()
-        self._storage.flush()
+        super().flush()
 
     def explain(self) -> Explanation:
         low, high = self._engine.worker_limits
-        return explained(
-            self.name,
-            f"{self._reason}; copy engines move {CHUNKS} chunks of {_CHUNK_BYTES >> 20} MiB, "
-            f"which {low} to {high} host threads fill",
-            0,
-            high + 1,
-            self._path,
+        return self._explained(
+            f"{self._reason}; copy engines move {RING.chunks} chunks of {RING.chunk_bytes >> 20} "
+            f"MiB, which {low} to {high} host threads fill",
+            host_threads=high + 1,
         )
-
-    @property
-    def engine_stats(self) -> dict[str, Any] | None:
-        return self._engine.stats
 
     def close(self) -> None:
         failure: FlashwarpError | None = None
@@ -254,8 +209,9 @@ class RingWay(CudaWay):
             raise
         except FlashwarpError as error:
             failure = error
-        self._own.close()
-        self._close(self._streams)
+        assert self.own is not None
+        self.own.close()  # which ends what the queues wait for
+        super().close()
         if failure is not None:
             raise failure
 

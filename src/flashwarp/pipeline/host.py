@@ -1,65 +1,56 @@
-"""The way of `workers=` on the CPU device: the engine's threads move rows past the cache."""
+"""The route *host*: threads of the CPU device write the buffers, while the caller computes.
 
-# The methods are documented once, by `Way`.
+They are those of the array, which read through its cache, or with `workers=` those of an engine of
+batches, which read past it.
+"""
+
+# The methods are documented once, by `Route`.
 # ruff: noqa: D102
 from __future__ import annotations
 
 import contextlib
-from functools import partial
+import time
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from flashwarp.array.array import Array
 from flashwarp.array.operands import Index
-from flashwarp.errors import FlashwarpError
+from flashwarp.errors import DeviceTimeout, FlashwarpError
 from flashwarp.explanation import Explanation
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.engine import BatchEngine, Direction
-from flashwarp.pipeline.engines import ArrayEngine, make_engine
-from flashwarp.pipeline.explanation import explained
 from flashwarp.pipeline.ids import host_rows
+from flashwarp.pipeline.route import Route
 from flashwarp.pipeline.ticket import Ticket
-from flashwarp.pipeline.ways import Way
-from flashwarp.storage import Storage
 
-__all__ = ["WorkerWay"]
+__all__ = ["Host"]
 
 
-class WorkerWay(Way):
-    """Host threads read rows to the buffers, and write them, while the caller computes."""
-
-    name = "workers"
+class Host(Route):
+    """Batches that end with a future of the array, or with a ticket of the engine."""
 
     def __init__(
-        self,
-        array: Array,
-        batch_rows: int,
-        depth: int,
-        workers: int | tuple[int, int],
-        timeout_s: float,
+        self, array: Array, timeout_s: float, make: Callable[[], BatchEngine] | None
     ) -> None:
-        super().__init__(array, timeout_s)
-        found = array.explain()
-        self._path = f"{found.route}: {found.reason}"
-        self._storage = array._attachment.storage
-        make = partial(make_engine, array, batch_rows, depth, workers, timeout_s)
-        self._own = ArrayEngine(array, make)
+        super().__init__(array, timeout_s, make)
+        self.name = "direct" if make is None else "workers"
         self._last: dict[Direction, int] = {}
-        # Writes that have not ended, and from which to which address their rows lie.
+        # Writes of the engine that have not ended, and from which to which address their rows lie.
         self._sources: list[tuple[int, int, int]] = []
 
-    @property
-    def own(self) -> ArrayEngine:
-        return self._own
-
-    def begin(self) -> None:
-        self._engine = self._own.begin("a pipeline that reads and writes it past its cache")
-
     def place(self, ids: object) -> tuple[range | Index, str]:
-        self._own.check()
+        if self.own is None:
+            return super().place(ids)
+        self.own.check()
         return host_rows(self.array, ids)
 
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
         del stream
+        if self.own is None:
+            ticket.end = self.array.gather_async(_key(chosen), buffer.rows) if ticket.rows else None
+            return
         begin = buffer.address
         end = begin + ticket.rows * self._engine.row_bytes
         for number, first, last in self._sources:
@@ -71,6 +62,10 @@ class WorkerWay(Way):
 
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
         del stream
+        if self.own is None:
+            values = np.asarray(rows)
+            ticket.end = self.array.scatter_async(_key(chosen), values) if ticket.rows else None
+            return
         source = self.array._attachment.operands.source(rows, chosen)
         ticket.operands = (ticket.operands, source)
         self._submit(ticket, chosen, source.address)
@@ -84,55 +79,71 @@ class WorkerWay(Way):
         if before > 0 and not self._engine.ended(ticket.verb, before):
             self._engine.wait(ticket.verb, before, self._timeout_s)
         ticket.number = self._last[ticket.verb] = self._engine.submit(ticket.verb, ids, address)
-        ticket.end = _End(self._engine, ticket)
+        ticket.end = _End(self._engine, ticket.verb, ticket.number)
 
     def finish(self, ticket: Ticket, stream: int) -> None:
         del stream
         self.wait(ticket, None)
 
     def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
-        if ticket.end is None:
+        end, limit = ticket.end, self._timeout_s if timeout_s is None else timeout_s
+        if end is None:
             return
-        limit = self._timeout_s if timeout_s is None else timeout_s
+        began = time.monotonic()
         try:
-            self._engine.wait(ticket.verb, ticket.number, limit)
+            end.result(limit)
+        except TimeoutError as error:
+            if self.own is not None:
+                raise
+            raise DeviceTimeout(
+                f"a batch of {ticket.rows} rows to {ticket.verb} has not ended after "
+                f"{time.monotonic() - began:.1f} s (limit {limit:g} s): its storage does not answer"
+            ) from error
         finally:
-            if self._engine.ended(ticket.verb, ticket.number):
+            if end.done():
                 ticket.end = ticket.operands = None
 
     def drop(self, ticket: Ticket) -> None:
         # Its buffer is used until then. Nobody asks for its rows, or for their errors.
-        with contextlib.suppress(FlashwarpError):
+        try:
             self.wait(ticket, None)
+        except DeviceTimeout:
+            raise
+        except FlashwarpError:
+            pass
 
     def check(self) -> None:
-        """Do nothing: the batches that are waited for raise what they have failed with."""
+        """Raise as the array does. Batches of the engine raise when they are waited for."""
+        if self.own is None:
+            super().check()
 
     def settle(self) -> None:
         for direction, last in self._last.items():
             with contextlib.suppress(FlashwarpError):  # for those who wait for the tickets
                 self._engine.wait(direction, last, self._timeout_s)
 
-    def flush(self) -> None:
-        assert isinstance(self._storage, Storage)
-        self._storage.flush()
-
-    @property
-    def engine_stats(self) -> dict[str, Any] | None:
-        return self._engine.stats
-
     def explain(self) -> Explanation:
+        if self.own is None:
+            threads = getattr(self.array.device, "threads", 1)
+            reason = "the threads of the CPU device write the buffers"
+            return self._explained(reason, host_threads=threads)
         low, high = self._engine.worker_limits
         reason = f"{low} to {high} host threads write the buffers"
-        return explained(self.name, reason, 0, high + 1, self._path)
-
-    def close(self) -> None:
-        self._own.close()
+        return self._explained(reason, host_threads=high + 1)
 
 
 class _End:
-    def __init__(self, engine: BatchEngine, ticket: Ticket) -> None:
-        self._engine, self._verb, self._number = engine, ticket.verb, ticket.number
+    """The end of a batch of the engine, as a future has it."""
+
+    def __init__(self, engine: BatchEngine, verb: Direction, number: int) -> None:
+        self._engine, self._verb, self._number = engine, verb, number
 
     def done(self) -> bool:
         return self._engine.ended(self._verb, self._number)
+
+    def result(self, timeout_s: float) -> None:
+        self._engine.wait(self._verb, self._number, timeout_s)
+
+
+def _key(chosen: range | Index) -> Any:
+    return slice(chosen.start, chosen.stop) if isinstance(chosen, range) else chosen.owner
