@@ -8,8 +8,10 @@
 #include <functional>
 #include <vector>
 
+#include "flashwarp/kernels/elements.cuh"
 #include "flashwarp/kernels/maintenance.cuh"
 #include "flashwarp/kernels/rows.cuh"
+#include "flashwarp/kernels/stream.cuh"
 #include "hardware.h"
 #include "rest.h"
 

@@ -1,6 +1,6 @@
 """The rows of an array, and how kernels move them: sizes, and the kernels' parameters.
 
-Mirrors `kernels/rows.cuh` and `kernels/maintenance.cuh`.
+Mirrors `kernels/segments.cuh` and `kernels/maintenance.cuh`.
 """
 
 from __future__ import annotations

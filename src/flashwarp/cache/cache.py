@@ -1,4 +1,4 @@
-"""The cache in which kernels look up lines; mirrors `cache/set_associative.cuh`.
+"""The cache in which kernels look up lines; mirrors `cache/volume.cuh`.
 
 Several arrays may share a cache: each attaches as a volume with its own range of line numbers.
 Metadata takes eight bytes a line, four more if the policy keeps words, and four a set. It does not

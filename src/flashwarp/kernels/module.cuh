@@ -2,8 +2,10 @@
 // all of them compiled for the CPU device, and may have them for GPUs.
 #pragma once
 
+#include "elements.cuh"
 #include "maintenance.cuh"
 #include "resident.cuh"
 #include "rows.cuh"
+#include "stream.cuh"
 #include "table.cuh"
 #include "update.cuh"

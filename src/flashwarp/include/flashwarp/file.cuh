@@ -7,4 +7,4 @@
 #pragma once
 
 #include "flashwarp/array.cuh"
-#include "flashwarp/file/file_view.cuh"
+#include "flashwarp/file/file_calls.cuh"

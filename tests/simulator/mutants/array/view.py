@@ -22,13 +22,4 @@ MUTANTS = (
         "elements",
         strategy="random",
     ),
-    Mutant(
-        "arrays-mixed",
-        "return warp::match(warp::active(), reinterpret_cast<uint64_t>(v));",
-        "return (void)v, warp::active();",
-        "lanes that mean different arrays share one queue's tickets",
-        "elements",
-        "sc",
-        4,
-    ),
 )

@@ -1,8 +1,8 @@
 // Reads of pieces of lines around the cache, of lines that are in no frame.
 //
-// A warp of a GPU that streams a pipeline's batch does so in kernels/rows.cuh. A thread of the CPU
-// device takes a batch of pieces at a time, so that the loads of many are in flight together. It
-// copies them out of frames, and around the cache: if a line is in no frame and its bytes are in
+// A warp of a GPU that streams a pipeline's batch does so in kernels/stream.cuh. A thread of the
+// CPU device takes a batch of pieces at a time, so that the loads of many are in flight together.
+// It copies them out of frames, and around the cache: if a line is in no frame and its bytes are in
 // the page cache, it copies them straight to the caller. A fill would move a whole line, and then
 // the same bytes a second time, within one memory: it takes three times as long, and a later hit
 // saves a tenth of the copy. Every other miss fills a frame.
