@@ -14,20 +14,19 @@ FW_HOST_DEVICE uint64_t mix64(uint64_t x) {
 }
 
 // Reads `blocks` blocks from `lba` on by one command for each lane of `members`, and waits for
-// them. Calls use(batch, address, good) with all lanes of `mask` for each batch that a ring has
+// them. Calls use(batch, address, good) with all lanes of `here` for each batch that a ring has
 // slots for: where a lane's data lies, and whether it came. If commands move the data themselves,
 // it lies at `target`. False when the storage does not answer; errors are recorded with the volume.
 template <typename Use>
-FW_DEVICE bool read_blocks(cache::line_cache& c, cache::volume& v, nvme::queue_pair& q,
-                           uint32_t mask, uint32_t members, uint64_t lba, uint32_t blocks,
-                           uint64_t target, Use use) {
+FW_DEVICE bool read_blocks(cache::line_cache& c, cache::volume& v, nvme::queue_pair& q, lanes here,
+                           lanes members, uint64_t lba, uint32_t blocks, uint64_t target, Use use) {
   cache::line_finisher finisher{c};
-  for (uint32_t rest = members; rest != 0;) {
-    const uint32_t batch = cache::first_batch(q, rest);
-    const bool mine = (batch >> warp::lane()) & 1;
-    rest &= ~batch;
-    const uint32_t ticket = nvme::take_tickets(q, mask, batch);
-    if (!nvme::wait_for_slots(q, mask, batch, ticket, finisher)) {
+  while (members) {
+    const lanes batch = cache::first_batch(q, members);
+    const bool mine = batch.mine();
+    members -= batch;
+    const uint32_t ticket = nvme::take_tickets(q, here, batch);
+    if (!nvme::wait_for_slots(q, here, batch, ticket, finisher)) {
       if (mine) cache::record_error(v, nvme::kTimedOut, nvme::kRead, v.line_begin);
       return false;
     }
@@ -40,9 +39,9 @@ FW_DEVICE bool read_blocks(cache::line_cache& c, cache::volume& v, nvme::queue_p
                                             blocks, address, 0),
                         0);
     }
-    warp::sync(mask);
-    nvme::publish(q, mask);
-    const uint32_t status = nvme::wait_for_completions(q, mask, batch, ticket, finisher);
+    here.sync();
+    nvme::publish(q, here);
+    const uint32_t status = nvme::wait_for_completions(q, here, batch, ticket, finisher);
     if (mine && status != nvme::kSuccess) {
       cache::record_error(v, status, nvme::kRead, v.line_begin);
     }

@@ -95,15 +95,14 @@ FW_KERNEL pull_blocks(const FW_GRID_CONSTANT bench::queue_params p) {
   for (uint64_t i = warp::index(); i < p.commands; i += warp::count()) {
     const uint64_t block = bench::mix64(i + p.seed) % p.blocks;
     warp::copy<warp::source::kStream>(
-        warp::kFullMask,
-        reinterpret_cast<uint64_t>(p.target) + (i % p.target_blocks) * p.block_bytes,
+        lanes::all(), reinterpret_cast<uint64_t>(p.target) + (i % p.target_blocks) * p.block_bytes,
         base + block * p.block_bytes, p.block_bytes);
   }
 }
 
 FW_KERNEL_RESIDENT(2) queue_read(const FW_GRID_CONSTANT bench::queue_params p) {
   using namespace fw;
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   cache::volume& v = *p.volume;
   nvme::queue_pair& q = v.queues[warp::index() % v.queue_count];
   const uint32_t warps = bench::submitting_warps(p);
@@ -113,22 +112,21 @@ FW_KERNEL_RESIDENT(2) queue_read(const FW_GRID_CONSTANT bench::queue_params p) {
   for (uint64_t first = uint64_t(warp::index()) * warp::kWarpWidth; first < p.commands;
        first += stride) {
     const uint64_t item = first + warp::lane();
-    const uint32_t members = warp::ballot(mask, item < p.commands);
+    const lanes members = here.ballot(item < p.commands);
     const uint64_t lba = bench::mix64(item + p.seed) % p.blocks * blocks;
     const uint64_t target =
         reinterpret_cast<uint64_t>(p.target) + (item % p.target_blocks) * p.block_bytes;
-    const auto take = [&](uint32_t batch, uint64_t address, bool) {
+    const auto take = [&](lanes batch, uint64_t address, bool) {
       if (p.data == 0 || q.data.path == nvme::kDirect) return;
       // Each lane has acquired its own completion; now all lanes read all of the data.
-      warp::sync(mask);
-      for (uint32_t left = batch; left != 0; left &= left - 1) {
-        const uint32_t source = base::lowest_bit(left);
-        warp::copy<warp::source::kStream>(mask, warp::broadcast(mask, target, source),
-                                          warp::broadcast(mask, address, source), p.block_bytes);
+      here.sync();
+      for (const uint32_t source : batch) {
+        warp::copy<warp::source::kStream>(here, here.broadcast(target, source),
+                                          here.broadcast(address, source), p.block_bytes);
       }
-      warp::sync(mask);
+      here.sync();
     };
-    if (!bench::read_blocks(*p.cache, v, q, mask, members, lba, blocks, target, take)) return;
+    if (!bench::read_blocks(*p.cache, v, q, here, members, lba, blocks, target, take)) return;
   }
 }
 

@@ -64,7 +64,7 @@ struct drive_command {
 
 // Raw queue pairs carry no detached command, so there is never one to finish.
 struct nothing_detached {
-  FW_DEVICE uint32_t land(nvme::queue_pair&, uint32_t, uint32_t, const nvme::detached_command&,
+  FW_DEVICE uint32_t land(nvme::queue_pair&, lanes, lanes, const nvme::detached_command&,
                           uint32_t status) {
     FW_ASSERT(false);
     return status;
@@ -87,17 +87,16 @@ FW_DEVICE drive_command command_of(const drives_params& p, uint64_t batch) {
 }
 
 // Moves the block of each lane of `members`, with the whole warp.
-FW_DEVICE void move_blocks(const drives_params& p, uint32_t members, const drive_command& c) {
-  const uint32_t mask = warp::kFullMask;
+FW_DEVICE void move_blocks(const drives_params& p, lanes members, const drive_command& c) {
+  const lanes here = lanes::all();
   const bool writes = p.opcode == nvme::kWrite;
-  warp::sync(mask);
-  for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
-    const uint32_t source = base::lowest_bit(rest);
-    warp::copy<warp::source::kStream>(
-        mask, warp::broadcast(mask, writes ? c.there : c.here, source),
-        warp::broadcast(mask, writes ? c.here : c.there, source), p.block_bytes);
+  here.sync();
+  for (const uint32_t source : members) {
+    warp::copy<warp::source::kStream>(here, here.broadcast(writes ? c.there : c.here, source),
+                                      here.broadcast(writes ? c.here : c.there, source),
+                                      p.block_bytes);
   }
-  warp::sync(mask);
+  here.sync();
 }
 
 // What one warp has outstanding: consecutive batches of its own, the oldest at `done`.
@@ -110,16 +109,16 @@ class drive_window {
 
   // False when the drive does not answer.
   FW_DEVICE bool issue() {
-    const uint32_t mask = warp::kFullMask;
+    const lanes here = lanes::all();
     const drive_command c = command_of(p_, issued_);
-    const uint32_t members = warp::ballot(mask, c.valid);
-    const uint32_t ticket = nvme::take_tickets(c.q, mask, members);
+    const lanes members = here.ballot(c.valid);
+    const uint32_t ticket = nvme::take_tickets(c.q, here, members);
     // Whoever waits for a slot holds none: a full ring is a wait, never a deadlock.
-    if (warp::any(mask, c.valid && !nvme::slot_is_free(c.q, ticket))) {
+    if (here.any(c.valid && !nvme::slot_is_free(c.q, ticket))) {
       while (outstanding_ != 0) {
         if (!finish_oldest()) return false;
       }
-      if (!nvme::wait_for_slots(c.q, mask, members, ticket, finisher_)) return fail(c.valid);
+      if (!nvme::wait_for_slots(c.q, here, members, ticket, finisher_)) return fail(c.valid);
     }
     if (p_.opcode == nvme::kWrite) {
       move_blocks(p_, members, c);
@@ -133,8 +132,8 @@ class drive_window {
                               p_.block_bytes >> nvme::kLbaShift, c.there, 0),
           0);
     }
-    warp::sync(mask);
-    nvme::publish(c.q, mask);
+    here.sync();
+    nvme::publish(c.q, here);
     tickets_[newest_] = ticket;
     newest_ = newest_ + 1 == p_.window ? 0 : newest_ + 1;
     outstanding_++;
@@ -143,14 +142,14 @@ class drive_window {
   }
 
   FW_DEVICE bool finish_oldest() {
-    const uint32_t mask = warp::kFullMask;
+    const lanes here = lanes::all();
     const drive_command c = command_of(p_, done_);
-    const uint32_t members = warp::ballot(mask, c.valid);
+    const lanes members = here.ballot(c.valid);
     const uint32_t ticket = tickets_[oldest_];
-    const uint32_t status = nvme::wait_for_completions(c.q, mask, members, ticket, finisher_);
-    const uint32_t good = warp::ballot(mask, c.valid && status == nvme::kSuccess);
+    const uint32_t status = nvme::wait_for_completions(c.q, here, members, ticket, finisher_);
+    const lanes good = here.ballot(c.valid && status == nvme::kSuccess);
     if (p_.opcode == nvme::kRead) move_blocks(p_, good, c);
-    if (warp::any(mask, status == nvme::kTimedOut)) return fail(c.valid);
+    if (here.any(status == nvme::kTimedOut)) return fail(c.valid);
     if (c.valid) nvme::release_slot(c.q, ticket);
     if (c.valid && status != nvme::kSuccess) atomic::add_relaxed(p_.failed, uint64_t(1));
     oldest_ = oldest_ + 1 == p_.window ? 0 : oldest_ + 1;
@@ -197,6 +196,6 @@ FW_KERNEL link_blocks(const FW_GRID_CONSTANT bench::drives_params p) {
   const uint64_t batches = (p.commands + warp::kWarpWidth - 1) / warp::kWarpWidth * p.drive_count;
   for (uint64_t batch = warp::index(); batch < batches; batch += warp::count()) {
     const bench::drive_command c = bench::command_of(p, batch);
-    bench::move_blocks(p, warp::ballot(warp::kFullMask, c.valid), c);
+    bench::move_blocks(p, lanes::all().ballot(c.valid), c);
   }
 }

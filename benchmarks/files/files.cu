@@ -31,13 +31,14 @@ FW_DEVICE void read_in_order(char* buffers, uint64_t piece, uint64_t pieces, uin
 FW_DEVICE bool read_raw_line(fw::cache::line_cache& c, fw::cache::volume& v, char* to,
                              uint64_t offset, uint64_t bytes) {
   using namespace fw;
-  const uint32_t mask = warp::kFullMask;
-  const bool leads = warp::lane() == 0;
-  nvme::queue_pair& q = cache::queue_of(v, cache::take_seat(mask));
+  const lanes here = lanes::all();
+  const lanes members = here.first();
+  const bool leads = members.mine();
+  nvme::queue_pair& q = cache::queue_of(v, cache::take_seat(here));
   cache::line_finisher finisher{c};
-  const uint32_t ticket = nvme::take_tickets(q, mask, 1);
-  if (!nvme::wait_for_slots(q, mask, 1, ticket, finisher)) return false;
-  const uint64_t address = warp::broadcast(mask, leads ? nvme::buffer_of(q, ticket) : 0, 0);
+  const uint32_t ticket = nvme::take_tickets(q, here, members);
+  if (!nvme::wait_for_slots(q, here, members, ticket, finisher)) return false;
+  const uint64_t address = here.broadcast(leads ? nvme::buffer_of(q, ticket) : 0);
   if (leads) {
     nvme::write_entry(
         q, ticket,
@@ -46,13 +47,13 @@ FW_DEVICE bool read_raw_line(fw::cache::line_cache& c, fw::cache::volume& v, cha
                             nvme::second_prp(address, bytes, c.page_bytes)),
         0);
   }
-  warp::sync(mask);
-  nvme::publish(q, mask);
-  const uint32_t status = nvme::wait_for_completions(q, mask, 1, ticket, finisher);
-  const uint32_t got = warp::broadcast(mask, status, 0);
+  here.sync();
+  nvme::publish(q, here);
+  const uint32_t status = nvme::wait_for_completions(q, here, members, ticket, finisher);
+  const uint32_t got = here.broadcast(status);
   if (got == nvme::kSuccess) {
-    warp::copy<warp::source::kStream>(mask, reinterpret_cast<uint64_t>(to), address, bytes);
-    warp::sync(mask);
+    warp::copy<warp::source::kStream>(here, reinterpret_cast<uint64_t>(to), address, bytes);
+    here.sync();
   }
   if (leads && got != nvme::kTimedOut) nvme::release_slot(q, ticket);
   return got == nvme::kSuccess;
@@ -86,7 +87,7 @@ FW_KERNEL read_raw(const FW_GRID_CONSTANT fw::array<const unsigned char> a, char
 FW_KERNEL read_memory(uint64_t address, char* buffers, uint64_t piece, uint64_t pieces,
                       uint64_t* wrong, uint32_t* taken) {
   read_in_order(buffers, piece, pieces, wrong, taken, [&](char* to, uint64_t offset) {
-    fw::warp::copy<fw::warp::source::kStream>(fw::warp::kFullMask, reinterpret_cast<uint64_t>(to),
+    fw::warp::copy<fw::warp::source::kStream>(fw::lanes::all(), reinterpret_cast<uint64_t>(to),
                                               address + offset, piece);
     return true;
   });
@@ -115,7 +116,7 @@ FW_KERNEL write_memory(uint64_t address, const char* buffers, uint64_t piece, ui
                        uint64_t* wrong) {
   const char* own = buffers + fw::warp::index() * piece;
   for (uint64_t k = fw::warp::index(); k < pieces; k += fw::warp::count()) {
-    fw::warp::copy<fw::warp::source::kStream>(fw::warp::kFullMask, address + k * piece,
+    fw::warp::copy<fw::warp::source::kStream>(fw::lanes::all(), address + k * piece,
                                               reinterpret_cast<uint64_t>(own), piece);
   }
 }

@@ -80,11 +80,11 @@ struct sum_of_row {
 // Loads an element by a command of its own, for the 512 bytes around it. On the direct route there
 // is no buffer to name in it: not for that.
 FW_DEVICE_NOINLINE uint32_t load_by_command(cache::line_cache* c, cache::volume* v, uint64_t byte) {
-  const uint32_t mask = fw::detail::active_on(v);
-  nvme::queue_pair& q = cache::queue_of(*v, cache::take_seat(mask));
+  const lanes here = fw::detail::active_on(v);
+  nvme::queue_pair& q = cache::queue_of(*v, cache::take_seat(here));
   uint32_t value = 0;
-  read_blocks(*c, *v, q, mask, mask, byte >> nvme::kLbaShift, 1, 0,
-              [&](uint32_t, uint64_t address, bool good) {
+  read_blocks(*c, *v, q, here, here, byte >> nvme::kLbaShift, 1, 0,
+              [&](lanes, uint64_t address, bool good) {
                 const uint64_t at = address + (byte & (nvme::kLbaBytes - 1));
                 if (good) value = atomic::raw<4>::load_stream(reinterpret_cast<const char*>(at));
               });

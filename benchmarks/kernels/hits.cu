@@ -32,32 +32,31 @@ struct counted {
              : fw::atomic::add_relaxed(&states[line], less);
   }
 
-  FW_DEVICE const char* acquire(uint64_t line, uint32_t& group, uint32_t& leader) const {
-    group = fw::warp::match(fw::warp::active(), line);
-    leader = fw::base::lowest_bit(group);
+  FW_DEVICE const char* acquire(uint64_t line, fw::lanes& group) const {
+    group = fw::warp::active().match(line);
     uint32_t frame = 0;
-    if (fw::warp::lane() == leader) {
-      const uint32_t state = enter(line, fw::base::popcount(group));
+    if (group.leads()) {
+      const uint32_t state = enter(line, group.count());
       frame = (state & kValid) != 0 ? frames[line] : 0;
     }
-    frame = fw::warp::broadcast(group, frame, leader);
+    frame = group.broadcast(frame);
     return base + (uint64_t(frame) << line_shift);
   }
-  FW_DEVICE void release(uint64_t line, uint32_t group, uint32_t leader) const {
-    fw::warp::sync(group);
-    if (fw::warp::lane() == leader) {
-      leave(line, fw::base::popcount(group));
+  FW_DEVICE void release(uint64_t line, fw::lanes group) const {
+    group.sync();
+    if (group.leads()) {
+      leave(line, group.count());
     }
   }
   FW_DEVICE uint32_t load(uint64_t i) const {
     const uint64_t byte = i * sizeof(uint32_t);
     const uint64_t line = byte >> line_shift;
-    uint32_t group, leader;
-    const char* frame = acquire(line, group, leader);
+    fw::lanes group;
+    const char* frame = acquire(line, group);
     const char* at = frame + (byte & ((1u << line_shift) - 1));
     const uint32_t value =
         kStream ? fw::atomic::raw<4>::load_stream(at) : fw::atomic::raw<4>::load(at);
-    release(line, group, leader);
+    release(line, group);
     return value;
   }
 };

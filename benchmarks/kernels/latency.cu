@@ -48,7 +48,7 @@ FW_KERNEL chase_copies(uint64_t address, uint32_t* to, uint64_t blocks, uint64_t
   uint32_t value = 0;
   for (uint64_t k = 0; k < steps; k++) {
     const uint64_t first = mixed(seed + k + value) % blocks * words;
-    fw::warp::copy<fw::warp::source::kStream>(fw::warp::kFullMask, reinterpret_cast<uint64_t>(to),
+    fw::warp::copy<fw::warp::source::kStream>(fw::lanes::all(), reinterpret_cast<uint64_t>(to),
                                               address + first * sizeof(uint32_t),
                                               words * sizeof(uint32_t));
     fw::warp::sync(fw::warp::kFullMask);

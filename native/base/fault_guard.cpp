@@ -114,7 +114,7 @@ void guarded_copy(GuardedCopy* copies, uint32_t count) {
     std::atomic_signal_fence(std::memory_order_seq_cst);
     if constexpr (FW_TSAN != 0) {
       // Frames may be read while they are filled; in that build only atomic accesses may race.
-      warp::copy<warp::source::kStream>(warp::kFullMask, reinterpret_cast<uint64_t>(copy.target),
+      warp::copy<warp::source::kStream>(lanes::all(), reinterpret_cast<uint64_t>(copy.target),
                                         guard.begin, copy.nbytes);
     } else {
       std::memcpy(copy.target, copy.source, copy.nbytes);

@@ -84,7 +84,7 @@ struct SlowLoad {
   static constexpr bool kStores = false;
   uint64_t offset;
   uint64_t value = 0;
-  void visit(uint32_t, uint32_t, uint64_t frame) {
+  void visit(fw::lanes, fw::lanes, uint64_t frame) {
     std::this_thread::yield();
     value = fw::atomic::raw<8>::load(reinterpret_cast<const char*>(frame + offset));
   }
@@ -93,7 +93,7 @@ struct SlowStore {
   static constexpr bool kStores = true;
   uint64_t offset;
   uint64_t value;
-  void visit(uint32_t, uint32_t, uint64_t frame) {
+  void visit(fw::lanes, fw::lanes, uint64_t frame) {
     std::this_thread::yield();
     fw::atomic::raw<8>::store(reinterpret_cast<char*>(frame + offset), value);
     std::this_thread::yield();

@@ -12,7 +12,7 @@ FW_DEVICE void serve_elements(const row_params& p, uint64_t item, uint64_t row, 
   using word = atomic::raw<kBytes>;
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   const uint64_t byte = row * p.row_bytes + part * kBytes;
   const uint64_t line = v.line_begin + (byte >> p.geometry.line_shift);
   const uint64_t offset = byte & (cache::line_bytes(p.geometry) - 1);
@@ -21,10 +21,10 @@ FW_DEVICE void serve_elements(const row_params& p, uint64_t item, uint64_t row, 
   if constexpr (kStores) {
     detail::store_element<kBytes> op = {offset, {}};
     if (wants) op.value = word::load_stream(mine);
-    status = cache::access<policy>(p.geometry, c, v, mask, wants, line, false, op, tally, misses);
+    status = cache::access<policy>(p.geometry, c, v, here, wants, line, false, op, tally, misses);
   } else {
     detail::load_element<kBytes> op = {offset, {}};
-    status = cache::access<policy>(p.geometry, c, v, mask, wants, line, false, op, tally, misses);
+    status = cache::access<policy>(p.geometry, c, v, here, wants, line, false, op, tally, misses);
     if (wants && status == nvme::kSuccess) word::store(mine, op.value);
   }
   if (wants && status != cache::kDeferred) tally.bytes_used += kBytes;
@@ -43,7 +43,7 @@ FW_DEVICE_NOINLINE void drain_elements(const row_params& p, bool entered) {
     serve_elements<kBytes, kStores>(p, item, row, item - k * parts, row < p.row_count, misses,
                                     tally);
   });
-  add_events(v, warp::kFullMask, tally, {});
+  add_events(v, lanes::all(), tally, {});
 }
 
 // The same launch for a thread of the CPU device, which has no lanes to divide a row among.
@@ -64,13 +64,13 @@ FW_DEVICE void for_each_element(const row_params& p) {
   if (kStores && !may_store(p)) return;
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   const uint64_t parts = p.row_bytes / kBytes;
   const warp::share share = warp::share_of(p.index_count * parts, warp::kWarpWidth);
   bool entered = false;
   cache::tally tally;
   cache::tally ahead;
-  cache::refresh(c, v, mask);
+  cache::refresh(c, v, here);
   for (uint64_t first = share.begin; first < share.end; first += share.stride) {
     const uint64_t item = first + warp::lane();
     const uint64_t k = parts == 1 ? item : item / parts;
@@ -85,13 +85,13 @@ FW_DEVICE void for_each_element(const row_params& p) {
       const uint64_t there =
           later < share.end ? row_of(p, parts == 1 ? later : later / parts) : p.row_count;
       base::opaque (&cache::prefetch<policy>)(
-          c, v, mask, there < p.row_count,
+          c, v, here, there < p.row_count,
           v.line_begin + ((there * p.row_bytes) >> p.geometry.line_shift), ahead);
     }
     const cache::deferral misses = {p.misses, entered, item};
     serve_elements<kBytes, kStores>(p, item, row, item - k * parts, wants, misses, tally);
   }
-  add_events(v, mask, tally, ahead);
+  add_events(v, here, tally, ahead);
   if (p.misses.blocks != 0) base::opaque (&drain_elements<kBytes, kStores>)(p, entered);
 }
 

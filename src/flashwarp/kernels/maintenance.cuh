@@ -35,7 +35,7 @@ FW_KERNEL_RESIDENT(2) fw_flush_lines(const FW_GRID_CONSTANT fw::kernels::mainten
   for (uint64_t first = uint64_t(fw::warp::index()) * fw::warp::kWarpWidth; first < ways;
        first += stride) {
     const uint64_t way = first + fw::warp::lane();
-    fw::cache::flush_ways(*p.cache, *p.volume, fw::warp::kFullMask, way < ways, way, p.line_begin,
+    fw::cache::flush_ways(*p.cache, *p.volume, fw::lanes::all(), way < ways, way, p.line_begin,
                           p.line_end);
   }
 }
@@ -53,7 +53,7 @@ FW_KERNEL fw_invalidate_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_pa
       if (way < ways) fw::cache::forget_way(*p.cache, *p.volume, way);
       continue;
     }
-    fw::cache::invalidate_ways(*p.cache, *p.volume, fw::warp::kFullMask, way < ways, way,
+    fw::cache::invalidate_ways(*p.cache, *p.volume, fw::lanes::all(), way < ways, way,
                                p.drop != fw::kernels::kKeepDirty);
   }
 }
@@ -63,7 +63,7 @@ FW_KERNEL fw_invalidate_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_pa
 // Drops lines that were cached before another program was let to write the file; usually none. For
 // kernels that do not call `fw::refresh` themselves and are replayed in a graph.
 FW_KERNEL fw_refresh_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
-  fw::cache::refresh(*p.cache, *p.volume, fw::warp::kFullMask);
+  fw::cache::refresh(*p.cache, *p.volume, fw::lanes::all());
 }
 #endif
 
@@ -81,7 +81,7 @@ FW_KERNEL fw_drop_tier(const FW_GRID_CONSTANT fw::kernels::maintenance_params p)
       if (place < places) fw::cache::forget_in_tier(c, *p.volume, place);
       continue;
     }
-    fw::cache::drop_from_tier(c, *p.volume, fw::warp::kFullMask, place < places, place);
+    fw::cache::drop_from_tier(c, *p.volume, fw::lanes::all(), place < places, place);
   }
 }
 #endif
@@ -95,16 +95,16 @@ FW_KERNEL_RESIDENT(2) fw_quiesce(const FW_GRID_CONSTANT fw::kernels::maintenance
     fw::nvme::queue_pair& q = v.queues[i];
     fw::nvme::deadline limit(q.data);
     // All lanes go on while one of them sees a command, so that none leaves before a collective.
-    while (fw::warp::any(fw::warp::kFullMask, fw::atomic::load_relaxed(&q.head) !=
-                                                  fw::atomic::load_relaxed(&q.ticket))) {
+    while (fw::lanes::all().any(fw::atomic::load_relaxed(&q.head) !=
+                                fw::atomic::load_relaxed(&q.ticket))) {
       const bool dead = limit.passed() || fw::atomic::load_relaxed(&q.failed) != 0;
-      if (fw::warp::any(fw::warp::kFullMask, dead)) {
+      if (fw::lanes::all().any(dead)) {
         if (fw::warp::lane() == 0) {
           fw::cache::record_error(v, fw::nvme::kTimedOut, fw::nvme::kRead, v.line_begin);
         }
         return;
       }
-      fw::nvme::help(q, fw::warp::kFullMask, finisher);
+      fw::nvme::help(q, fw::lanes::all(), finisher);
     }
   }
 }
@@ -124,7 +124,7 @@ FW_KERNEL fw_submit_command(const FW_GRID_CONSTANT fw::kernels::maintenance_para
   }
   for (uint32_t n = fw::warp::index(); n < fw::cache::namespaces_of(v); n += fw::warp::count()) {
     const uint32_t status = fw::cache::run_command(*p.cache, fw::cache::queue_of_namespace(v, n),
-                                                   fw::warp::kFullMask, entry);
+                                                   fw::lanes::all(), entry);
     if (fw::warp::lane() == 0 && status != fw::nvme::kSuccess) {
       fw::cache::record_error(v, status, p.opcode, v.line_begin);
     }

@@ -44,18 +44,18 @@ static_assert(sizeof(client_params) == sizeof(row_params) + 64);
 inline constexpr uint32_t kPiecesOfLane = warp::kWarpWidth == 1 ? 16 : 1;
 
 // Appends the lanes' pieces to the list of what is missing. All lanes of a warp call together.
-FW_DEVICE_NOINLINE void list_missed(const client_params& c, uint32_t absent, uint64_t item,
+FW_DEVICE_NOINLINE void list_missed(const client_params& c, lanes absent, uint64_t item,
                                     uint64_t line) {
-  const uint32_t mask = warp::kFullMask;
-  const uint32_t leader = base::lowest_bit(absent);
+  const lanes here = lanes::all();
+  const uint32_t leader = absent.leader();
   uint64_t first = 0;
-  if (warp::lane() == leader) {
+  if (absent.leads()) {
     // Relaxed: the host reads the list when the launch has ended.
-    first = atomic::add_relaxed(&c.missed->count, uint64_t(base::popcount(absent)));
+    first = atomic::add_relaxed(&c.missed->count, uint64_t(absent.count()));
   }
-  first = warp::broadcast(mask, first, leader);
-  if (((absent >> warp::lane()) & 1) == 0) return;
-  c.list[first + warp::rank_in(absent)] = {item, line - c.line_begin};
+  first = here.broadcast(first, leader);
+  if (!absent.mine()) return;
+  c.list[first + absent.rank()] = {item, line - c.line_begin};
 }
 
 // Zeros the row of an index that is out of bounds, and counts it.
@@ -74,7 +74,7 @@ FW_DEVICE_NOINLINE void refuse_client_row(const client_params& c, uint64_t item)
 FW_DEVICE void gather_resident_pieces(const client_params& c) {
   const row_params& p = c.rows;
   const cache::geometry& g = p.geometry;
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   const uint32_t batch = warp::kWarpWidth == 1 ? kPiecesOfLane : batch_of(p);
   const warp::share mine = warp::share_of(segment_count(p), batch);
   uint64_t hits = 0;
@@ -82,7 +82,7 @@ FW_DEVICE void gather_resident_pieces(const client_params& c) {
   for (uint64_t first = mine.begin; first < mine.end; first += mine.stride) {
     segment pieces[kPiecesOfLane];
     cache::place at[kPiecesOfLane];
-    uint32_t found[kPiecesOfLane];
+    lanes found[kPiecesOfLane];
     FW_UNROLL
     for (uint32_t k = 0; k < kPiecesOfLane; k++) {
       const uint64_t item = first + k + warp::lane();
@@ -99,20 +99,20 @@ FW_DEVICE void gather_resident_pieces(const client_params& c) {
     for (uint32_t k = 0; k < kPiecesOfLane; k++) {
       at[k] = {0, 0, false};
       if (pieces[k].bytes != 0) at[k] = cache::probe(g, pieces[k].line);
-      found[k] = warp::ballot(mask, at[k].found);
+      found[k] = here.ballot(at[k].found);
       if (at[k].found) base::prefetch(cache::frame_of(g, at[k].way) + pieces[k].offset);
     }
     FW_UNROLL
     for (uint32_t k = 0; k < kPiecesOfLane; k++) {
-      if (found[k] == 0) continue;
+      if (!found[k]) continue;
       copy_segments<false> op = {pieces[k]};
-      op.visit(mask, found[k], reinterpret_cast<uint64_t>(cache::frame_of(g, at[k].way)));
+      op.visit(here, found[k], reinterpret_cast<uint64_t>(cache::frame_of(g, at[k].way)));
     }
     // The loads of the frames, by this lane and by other lanes for it, come before the second look
     // at the tags, and before the look at the epoch. The owner stores a new epoch before it gives
     // the line numbers to another array, so whoever sees that array's tags sees the epoch.
     atomic::fence_acquire();
-    warp::sync(mask);
+    here.sync();
     const bool still_ours = atomic::load_relaxed(c.epoch) == c.epoch_opened;
     FW_UNROLL
     for (uint32_t k = 0; k < kPiecesOfLane; k++) {
@@ -122,8 +122,8 @@ FW_DEVICE void gather_resident_pieces(const client_params& c) {
         hits++;
         bytes += pieces[k].bytes;
       }
-      const uint32_t absent = warp::ballot(mask, wants && !served);
-      if (absent != 0) list_missed(c, absent, first + k + warp::lane(), pieces[k].line);
+      const lanes absent = here.ballot(wants && !served);
+      if (absent) list_missed(c, absent, first + k + warp::lane(), pieces[k].line);
     }
   }
   if (hits != 0) {
@@ -135,7 +135,7 @@ FW_DEVICE void gather_resident_pieces(const client_params& c) {
 // Copies listed pieces out of the lines that the owner has handed over.
 FW_DEVICE void take_handed_pieces(const client_params& c) {
   const row_params& p = c.rows;
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   const warp::share mine = warp::share_of(c.count, warp::kWarpWidth);
   for (uint64_t first = mine.begin; first < mine.end; first += mine.stride) {
     // On the CPU device a stride is one piece, and the only lane takes it.
@@ -147,8 +147,8 @@ FW_DEVICE void take_handed_pieces(const client_params& c) {
       line =
           reinterpret_cast<uint64_t>(c.handed) + (uint64_t(c.places[i]) << p.geometry.line_shift);
     }
-    const uint32_t members = warp::ballot(mask, op.piece.bytes != 0);
-    if (members != 0) op.visit(mask, members, line);
+    const lanes members = here.ballot(op.piece.bytes != 0);
+    if (members) op.visit(here, members, line);
   }
 }
 

@@ -52,12 +52,12 @@ struct take_segment {
 // `for_each_segment` must do it.
 FW_DEVICE_NOINLINE bool gather_absent(cache::geometry g, cache::line_cache* c, cache::volume* v,
                                       segment piece) {
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   if (piece.bytes == 0 || (piece.offset | piece.buffer | piece.bytes) % 16 != 0) return false;
   cache::counters& shard = cache::shard_of(*v);
   const cache::short_way way = cache::short_way_of(*c, *v);
   take_segment take = {piece};
-  if (!cache::serve_short<policy, false>(g, *c, way, shard, mask, piece.line, take)) return false;
+  if (!cache::serve_short<policy, false>(g, *c, way, shard, here, piece.line, take)) return false;
   if (warp::lane() == 0) atomic::add_relaxed(&shard.bytes_used, piece.bytes);
   return true;
 }
@@ -79,7 +79,7 @@ FW_DEVICE void gather_residents(const row_params& p, warp::share& mine) {
     if (cache::is_held(piece) && cache::copy_resident<policy>(p.geometry, piece, epoch)) {
       hits++;
       bytes += piece.bytes;
-    } else if (warp::any(warp::kFullMask, epoch != 0) ||
+    } else if (lanes::all().any(epoch != 0) ||
                !gather_absent(p.geometry, p.cache, p.volume, piece)) {
       break;
     }
@@ -107,7 +107,7 @@ FW_DEVICE void gather_by_thread(const row_params& p) {
   using reader = cache::piece_reader<Policy>;
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   const uint32_t batch = p.batch < reader::kBatch ? p.batch : reader::kBatch;
   const uint64_t line = cache::line_bytes(p.geometry);
   const uint64_t piece_bytes = p.indices != nullptr && p.row_bytes < line ? p.row_bytes : line;
@@ -117,7 +117,7 @@ FW_DEVICE void gather_by_thread(const row_params& p) {
   cache::tally ahead;
   reader pieces_of(p.geometry, v, cache::around_for(p.geometry, segments, bytes_asked_for(p)));
   const uint64_t line_begin = v.line_begin;
-  cache::refresh(c, v, mask);
+  cache::refresh(c, v, here);
   // Segments in a row that needed neither a wait nor a prefetch.
   uint64_t quiet = 0;
   uint64_t first = 0;
@@ -136,7 +136,7 @@ FW_DEVICE void gather_by_thread(const row_params& p) {
     if (waits && first + p.look_ahead < loop.part_end()) {
       const segment next = segment_at(p, line_begin, first + p.look_ahead);
       const bool asks = next.bytes != 0 && !pieces_of.is_in_memory(next);
-      cache::prefetch<Policy>(c, v, mask, asks, next.line, ahead);
+      cache::prefetch<Policy>(c, v, here, asks, next.line, ahead);
     }
     const uint32_t misses = tally.misses;
     bool waited = ahead.misses != asked;
@@ -144,7 +144,7 @@ FW_DEVICE void gather_by_thread(const row_params& p) {
       const segment& piece = pieces[base::lowest_bit(rest)];
       waited = waited || !pieces_of.is_in_memory(piece);
       copy_segments<false> op = {piece};
-      cache::access<Policy>(p.geometry, c, v, mask, true, piece.line, false, op, tally);
+      cache::access<Policy>(p.geometry, c, v, here, true, piece.line, false, op, tally);
     }
     // If the page cache had a row that missed, it probably has the next ones too.
     const bool cached = tally.misses != misses;
@@ -152,7 +152,7 @@ FW_DEVICE void gather_by_thread(const row_params& p) {
     first += count;
   }
   pieces_of.add_bypasses();
-  add_events(v, mask, tally, ahead);
+  add_events(v, here, tally, ahead);
 }
 
 // Moves or prefetches one segment for each lane; of 0 bytes: nothing.
@@ -161,22 +161,22 @@ FW_DEVICE void serve_segments(const row_params& p, const segment& piece, const M
                               cache::tally& tally) {
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   const bool wants = piece.bytes != 0;
   if constexpr (kAction == row_action::kPrefetch) {
     if (misses.allowed()) {
       bool busy = false;
       const bool absent = wants && !cache::probe(p.geometry, piece.line, busy).found && !busy;
-      const uint32_t missing = warp::ballot(mask, absent);
-      if (missing == 0 || misses.defer(missing)) return;
+      const lanes missing = here.ballot(absent);
+      if (!missing || misses.defer(missing)) return;
     }
-    cache::prefetch<policy>(c, v, mask, wants, piece.line, tally);
+    cache::prefetch<policy>(c, v, here, wants, piece.line, tally);
   } else {
     const bool whole = kAction == row_action::kScatter && wants &&
                        piece.bytes == cache::bytes_of_line(c, v, piece.line);
     copy_segments<kAction == row_action::kScatter> op = {piece};
     const uint32_t status =
-        cache::access<policy>(p.geometry, c, v, mask, wants, piece.line, whole, op, tally, misses);
+        cache::access<policy>(p.geometry, c, v, here, wants, piece.line, whole, op, tally, misses);
     if (wants && status != cache::kDeferred) tally.bytes_used += piece.bytes;
   }
 }
@@ -194,7 +194,7 @@ FW_DEVICE_NOINLINE void drain_segments(const row_params& p, bool entered) {
     const cache::fetch_misses misses;
     serve_segments<kAction>(p, piece, misses, tally);
   });
-  add_events(v, warp::kFullMask, tally, {});
+  add_events(v, lanes::all(), tally, {});
 }
 
 // Moves the warp's segments, a batch at a time. `entered` says whether it has deferred some.
@@ -203,11 +203,11 @@ FW_DEVICE void for_each_segment(const row_params& p, const warp::share& mine, bo
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
   const uint64_t line_begin = v.line_begin;
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   const bool in_batch = warp::lane() < batch_of(p);
   cache::tally tally;
   cache::tally ahead;
-  cache::refresh(c, v, mask);
+  cache::refresh(c, v, here);
   for (uint64_t first = mine.begin; first < mine.end; first += mine.stride) {
     const uint64_t item = first + warp::lane();
     segment piece = {0, 0, 0, 0};
@@ -217,12 +217,12 @@ FW_DEVICE void for_each_segment(const row_params& p, const warp::share& mine, bo
       const uint64_t later = item + p.look_ahead * mine.stride;
       segment next = {0, 0, 0, 0};
       if (in_batch && later < mine.end) next = segment_at(p, line_begin, later);
-      base::opaque (&cache::prefetch<policy>)(c, v, mask, next.bytes != 0, next.line, ahead);
+      base::opaque (&cache::prefetch<policy>)(c, v, here, next.bytes != 0, next.line, ahead);
     }
     const cache::deferral misses = {p.misses, entered, item};
     serve_segments<kAction>(p, piece, misses, tally);
   }
-  add_events(v, mask, tally, ahead);
+  add_events(v, here, tally, ahead);
 }
 
 // Moves all segments of a launch.

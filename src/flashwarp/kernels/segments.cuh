@@ -109,28 +109,26 @@ struct copy_segments {
   // stores the first, so several rows are in flight. Returns false, and copies nothing, if not all
   // members' pieces are such rows.
   template <warp::source kFrom>
-  FW_DEVICE bool copy_short(uint32_t mask, uint32_t members, uint64_t inside) {
+  FW_DEVICE bool copy_short(lanes here, lanes members, uint64_t inside) {
     constexpr uint64_t kWordBytes = 16;
     constexpr uint32_t kRows = 8;
-    const bool mine = (members >> warp::lane()) & 1;
-    const uint64_t bytes = warp::broadcast(mask, piece.bytes, base::lowest_bit(members));
+    const bool mine = members.mine();
+    const uint64_t bytes = here.broadcast(piece.bytes, members.leader());
     const bool fits = piece.bytes == bytes && (inside | piece.buffer | bytes) % kWordBytes == 0;
-    if (bytes > kWordBytes * warp::kWarpWidth || warp::any(mask, mine && !fits)) return false;
+    if (bytes > kWordBytes * warp::kWarpWidth || here.any(mine && !fits)) return false;
     const uint64_t word = warp::lane() * kWordBytes;
-    uint32_t rest = members;
-    while (rest != 0) {
+    lanes rest = members;
+    while (rest) {
       atomic::word16 values[kRows];
       uint64_t targets[kRows];
       FW_UNROLL
       for (uint32_t r = 0; r < kRows; r++) {
         // Past the last row, copy the last one again: cheaper than a condition on each load.
-        const uint32_t source = base::lowest_bit(rest);
-        if ((rest & (rest - 1)) != 0)
-          rest &= rest - 1;
-        else if (r == kRows - 1)
-          rest = 0;
-        const uint64_t there = warp::broadcast(mask, inside, source);
-        targets[r] = warp::broadcast(mask, piece.buffer, source) + word;
+        const uint32_t source = rest.leader();
+        const lanes after = rest - rest.first();
+        if (after || r == kRows - 1) rest = after;
+        const uint64_t there = here.broadcast(inside, source);
+        targets[r] = here.broadcast(piece.buffer, source) + word;
         const uint64_t from = word < bytes ? there + word : there;
         values[r] = warp::load_word<16, kFrom>(reinterpret_cast<const char*>(from));
       }
@@ -144,20 +142,20 @@ struct copy_segments {
     return true;
   }
 
-  FW_DEVICE void visit(uint32_t mask, uint32_t members, uint64_t frame) {
+  FW_DEVICE void visit(lanes here, lanes members, uint64_t frame) {
     const uint64_t inside = frame + piece.offset;
     // Each lane has acquired its own line; now all lanes copy all of them.
-    warp::sync(mask);
-    copy<kToFrame ? warp::source::kStream : warp::source::kFrame>(mask, members, inside);
+    here.sync();
+    copy<kToFrame ? warp::source::kStream : warp::source::kFrame>(here, members, inside);
   }
 
   // Copies the members' segments, which begin at `inside` of each.
   template <warp::source kFrom>
-  FW_DEVICE void copy(uint32_t mask, uint32_t members, uint64_t inside) {
+  FW_DEVICE void copy(lanes here, lanes members, uint64_t inside) {
     if constexpr (!kToFrame && warp::kWarpWidth > 1) {
-      if (copy_short<kFrom>(mask, members, inside)) return;
+      if (copy_short<kFrom>(here, members, inside)) return;
     }
-    warp::copy_each<kFrom>(mask, members, kToFrame ? inside : piece.buffer,
+    warp::copy_each<kFrom>(here, members, kToFrame ? inside : piece.buffer,
                            kToFrame ? piece.buffer : inside, piece.bytes);
   }
 };
@@ -166,14 +164,14 @@ struct copy_segments {
 inline constexpr bool kLooksAhead = !FW_ON_GPU;
 
 // Adds a warp's events to the volume's. Each lane has its own bytes; events are counted by warp.
-FW_DEVICE void add_events(cache::volume& v, uint32_t mask, cache::tally& tally,
+FW_DEVICE void add_events(cache::volume& v, lanes here, cache::tally& tally,
                           const cache::tally& ahead) {
   if (tally.bytes_used != 0) {
     atomic::add_relaxed(&cache::shard_of(v).bytes_used, tally.bytes_used);
     tally.bytes_used = 0;
   }
   tally.count_ahead(ahead);
-  tally.add_to(v, mask);
+  tally.add_to(v, here);
 }
 
 }  // namespace fw::kernels

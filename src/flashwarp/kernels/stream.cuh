@@ -9,24 +9,24 @@ namespace fw::kernels {
 // buffer, and fills no frame. Returns the lanes it has served; `access` must serve the others. What
 // was stored before the look is in the namespace if the line is absent. What is stored later may or
 // may not be seen, as by every gather beside it.
-FW_DEVICE uint32_t gather_around(const row_params& p, const cache::short_way& way,
-                                 const segment& piece) {
+FW_DEVICE lanes gather_around(const row_params& p, const cache::short_way& way,
+                              const segment& piece) {
   const cache::geometry& g = p.geometry;
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   cache::set_look look = {cache::set_of(g, piece.line) * g.ways, 0};
   cache::place at;
   const bool absent = piece.bytes != 0 && cache::look_for_absent(g, piece.line, look, at);
-  const uint32_t members = warp::ballot(mask, absent);
-  if (members == 0) return 0;
+  const lanes members = here.ballot(absent);
+  if (!members) return {};
   const uint64_t inside = way.base + ((piece.line - way.line_begin) << g.line_shift) + piece.offset;
   copy_segments<false> op = {piece};
   // Each lane has acquired what was written back of its own line; now all lanes read all of them.
-  warp::sync(mask);
-  op.copy<warp::source::kStream>(mask, members, inside);
+  here.sync();
+  op.copy<warp::source::kStream>(here, members, inside);
   // The loads of the bytes come before the second look at the path.
-  cache::finish_loads(mask);
+  cache::finish_loads(here);
   const bool current = absent && nvme::is_current(*way.queue, inside);
-  return warp::ballot(mask, current);
+  return here.ballot(current);
 }
 
 // Gathers what `gather_around` left. A function of its own, so that the loop around it keeps its
@@ -34,20 +34,20 @@ FW_DEVICE uint32_t gather_around(const row_params& p, const cache::short_way& wa
 FW_DEVICE_NOINLINE void gather_left(const row_params& p, const segment& piece) {
   cache::tally tally;
   serve_segments<row_action::kGather>(p, piece, cache::fetch_misses(), tally);
-  add_events(*p.volume, warp::kFullMask, tally, {});
+  add_events(*p.volume, lanes::all(), tally, {});
 }
 
 // Gathers segments that nobody will ask for again soon: lines that are absent stay so.
 FW_DEVICE void stream_segments(const row_params& p) {
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   const uint32_t batch = batch_of(p);
   const warp::share mine = warp::share_of(segment_count(p), batch);
   if (mine.begin >= mine.end) return;
   uint64_t bypasses = 0;
   uint64_t bytes_around = 0;  // of this lane
-  cache::refresh(c, v, mask);
+  cache::refresh(c, v, here);
   const cache::short_way way = cache::short_way_of(c, v);
   for (uint64_t first = mine.begin; first < mine.end; first += mine.stride) {
     const uint64_t item = first + warp::lane();
@@ -55,14 +55,14 @@ FW_DEVICE void stream_segments(const row_params& p) {
     if (warp::lane() < batch && item < mine.end) piece = segment_at(p, way.line_begin, item);
     if (piece.line == kNoRow) refuse_row<row_action::kGather>(p, item);
     // Lanes may see different paths.
-    const bool closed = warp::any(mask, !way.open);
-    const uint32_t served = closed ? 0 : gather_around(p, way, piece);
-    if ((served >> warp::lane()) & 1) {
+    const bool closed = here.any(!way.open);
+    const lanes served = closed ? lanes() : gather_around(p, way, piece);
+    if (served.mine()) {
       bytes_around += piece.bytes;
       piece.bytes = 0;
     }
-    bypasses += base::popcount(served);
-    if (warp::any(mask, piece.bytes != 0)) {
+    bypasses += served.count();
+    if (here.any(piece.bytes != 0)) {
       base::opaque (&gather_left)(p, piece);
     }
   }

@@ -139,8 +139,8 @@ struct load_table_word {
   uint32_t bytes;
   atomic::word16 value;
 
-  FW_DEVICE void visit(uint32_t, uint32_t members, uint64_t frame) {
-    if ((members >> warp::lane()) & 1) {
+  FW_DEVICE void visit(lanes, lanes members, uint64_t frame) {
+    if (members.mine()) {
       value = load_frame(reinterpret_cast<const char*>(frame) + offset, bytes);
     }
   }
@@ -156,12 +156,12 @@ struct word_place {
 // Loads one word for each lane that `wants`, however long that takes. Zeros if it cannot be read:
 // the error is in the volume's record. `failed` says so.
 FW_DEVICE_NOINLINE atomic::word16 load_missing(const cache::geometry& g, cache::line_cache& c,
-                                               cache::volume& v, uint32_t mask, bool wants,
+                                               cache::volume& v, lanes here, bool wants,
                                                word_place at, bool& failed) {
   load_table_word op = {at.offset, at.bytes, {0, 0, 0, 0}};
   cache::tally count;
-  const uint32_t status = cache::access<policy>(g, c, v, mask, wants, at.line, false, op, count);
-  count.add_to(v, mask);
+  const uint32_t status = cache::access<policy>(g, c, v, here, wants, at.line, false, op, count);
+  count.add_to(v, here);
   failed = wants && status != nvme::kSuccess;
   return wants && !failed ? op.value : atomic::word16{0, 0, 0, 0};
 }
@@ -172,12 +172,11 @@ FW_DEVICE word_place place_of(const cache::geometry& g, const cache::volume& v, 
 }
 
 // The `k`-th scale of a table whose scales lie in an array, for each lane that `wants`.
-FW_DEVICE_NOINLINE float scale_in_array(const table_scales& s, uint32_t mask, bool wants,
-                                        uint64_t k) {
+FW_DEVICE_NOINLINE float scale_in_array(const table_scales& s, lanes here, bool wants, uint64_t k) {
   const uint32_t bytes = base::bytes_of(s.number);
   bool failed;
   const atomic::word16 word =
-      load_missing(s.geometry, *s.cache, *s.volume, mask, wants,
+      load_missing(s.geometry, *s.cache, *s.volume, here, wants,
                    place_of(s.geometry, *s.volume, k * bytes, bytes), failed);
   return number_at(&word.x, s.number, 0);
 }
@@ -368,7 +367,7 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
                              uint64_t k, lookup_events& events) {
   cache::volume& v = *t.volume;
   const cache::geometry& g = t.geometry;
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   found_row f = {0, false, false, 0, {0, 0, false}, {0, 0, false}, 1.0f, 1.0f};
   const bool mine = k < run.end;
   const uint64_t id = mine ? uint64_t(integer_at(p.ids, p.index_bytes, k)) : 0;
@@ -387,20 +386,20 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
   // A fill is no hit: policies tell lines that are used again from those that are not.
   const bool hit_first = f.first.found;
   const bool hit_second = f.second.found;
-  uint32_t hits = base::popcount(warp::ballot(mask, f.first.found));
-  if (t.straddles != 0) hits += base::popcount(warp::ballot(mask, f.second.found));
+  uint32_t hits = here.ballot(f.first.found).count();
+  if (t.straddles != 0) hits += here.ballot(f.second.found).count();
   events.hits += hits;
   bool failed = false;
-  if (warp::any(mask, f.wants && !f.first.found)) {
+  if (here.any(f.wants && !f.first.found)) {
     if constexpr (kLooksAhead) events.quiet = 0;
     const word_place at = {line, 0, t.word_bytes};
-    base::opaque (&load_missing)(g, *t.cache, v, mask, f.wants && !f.first.found, at, failed);
+    base::opaque (&load_missing)(g, *t.cache, v, here, f.wants && !f.first.found, at, failed);
     if (f.wants && !f.first.found) f.first = cache::probe(g, line);
   }
-  if (t.straddles != 0 && warp::any(mask, two && !f.second.found)) {
+  if (t.straddles != 0 && here.any(two && !f.second.found)) {
     const word_place at = {line + 1, 0, t.word_bytes};
     bool lost = false;
-    base::opaque (&load_missing)(g, *t.cache, v, mask, two && !f.second.found, at, lost);
+    base::opaque (&load_missing)(g, *t.cache, v, here, two && !f.second.found, at, lost);
     failed = failed || lost;
     if (two && !f.second.found) f.second = cache::probe(g, line + 1);
   }
@@ -414,11 +413,11 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
 
 // The scale of each lane's own row; of tables with several for a row, their first, so that all of
 // them are in the cache.
-FW_DEVICE float scale_of_row(const table_scales& s, uint32_t mask, bool wants, uint64_t row) {
+FW_DEVICE float scale_of_row(const table_scales& s, lanes here, bool wants, uint64_t row) {
   float scale = 1.0f;
   const uint64_t at = (row >> s.row_shift) * s.stride;
   if (s.volume != nullptr) {
-    scale = base::opaque(&scale_in_array)(s, mask, wants, at);
+    scale = base::opaque(&scale_in_array)(s, here, wants, at);
   } else if (wants) {
     scale = number_at(s.memory, s.number, at);
   }
@@ -466,7 +465,7 @@ FW_DEVICE lookup_run ids_of(const lookup_params& p, uint64_t table) {
 template <bool kPools>
 FW_DEVICE_NOINLINE void look_ahead(const lookup_params& p, const lookup_table& t, uint64_t table,
                                    uint64_t k, lookup_events& events) {
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   const uint64_t end = ids_of(p, table).end;
   const uint64_t to = k + p.look_ahead < end ? k + p.look_ahead : end;
   const uint32_t shift = t.geometry.line_shift;
@@ -484,7 +483,7 @@ FW_DEVICE_NOINLINE void look_ahead(const lookup_params& p, const lookup_table& t
     for (uint64_t at = from >> shift; at <= last; at++) {
       const uint64_t line = t.volume->line_begin + at;
       const uint32_t misses = rows.misses;
-      cache::prefetch<policy>(*t.cache, *t.volume, mask, true, line, rows);
+      cache::prefetch<policy>(*t.cache, *t.volume, here, true, line, rows);
       // What is there at once need not be asked for ahead, where it may be evicted before its use.
       if (rows.misses != misses && cache::probe(t.geometry, line).found) waits = false;
     }
@@ -492,15 +491,15 @@ FW_DEVICE_NOINLINE void look_ahead(const lookup_params& p, const lookup_table& t
     const uint64_t scale = (id >> s.row_shift) * s.stride;
     const word_place at =
         place_of(s.geometry, *s.volume, scale * base::bytes_of(s.number), base::bytes_of(s.number));
-    cache::prefetch<policy>(*s.cache, *s.volume, mask, true, at.line, scales);
+    cache::prefetch<policy>(*s.cache, *s.volume, here, true, at.line, scales);
   }
   // If the storage is fast, ask again after as many ids as a look ahead has.
   events.looked_to = waits ? next : next + p.look_ahead;
   if (rows.misses != 0 || scales.misses != 0) events.quiet = 0;
   events.fetched += rows.misses;
   // A prefetch counts no hits.
-  rows.add_to(*t.volume, mask);
-  if (s.volume != nullptr) scales.add_to(*s.volume, mask);
+  rows.add_to(*t.volume, here);
+  if (s.volume != nullptr) scales.add_to(*s.volume, here);
 }
 
 // Looks up one run for each group of the warp: the `warp_item`-th of a table.
@@ -510,7 +509,7 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
   constexpr uint32_t kBits = base::bits_in(kNumber);
   // Words of numbers of 4 bits have up to 8 bytes.
   constexpr uint32_t kCount = kBits < 8 ? 16 : 128 / kBits;
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   const uint32_t groups = warp::kWarpWidth / t.lanes;
   const uint32_t sub = warp::lane() & (t.lanes - 1);
   const uint32_t leader = warp::lane() - sub;
@@ -526,14 +525,14 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
   const bool keeps_bits = !kPools && !scaled && p.out_number == kNumber;
   pool<kCount> bag;
 
-  for (uint64_t first = run.begin; warp::any(mask, first < run.end); first += t.lanes) {
+  for (uint64_t first = run.begin; here.any(first < run.end); first += t.lanes) {
     if constexpr (kLooksAhead) {
       if (run.tile_begin == 0 && events.quiet < p.look_ahead) {
         base::opaque (&look_ahead<kPools>)(p, t, table, first, events);
       }
     }
     found_row mine = find_row<kPools>(p, t, run, first + sub, events);
-    if (scaled) mine.scale = scale_of_row(t.scales, mask, mine.wants, mine.row - t.row_begin);
+    if (scaled) mine.scale = scale_of_row(t.scales, here, mine.wants, mine.row - t.row_begin);
     const uint64_t from = mine.row * t.row_bytes + run.tile_begin;
     const uint64_t inside = from & (cache::line_bytes(t.geometry) - 1);
     // Addresses of the tile, as if all of it were in its first line, or all in its second.
@@ -543,22 +542,22 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
       one = reinterpret_cast<uint64_t>(cache::frame_of(t.geometry, mine.first.way)) + inside;
       two = reinterpret_cast<uint64_t>(cache::frame_of(t.geometry, mine.second.way)) - mine.split;
     }
-    const uint32_t present = warp::ballot(mask, mine.wants);
+    const lanes present = here.ballot(mine.wants);
     // Each lane has acquired its own lines; now the lanes of its group load from all of them.
-    warp::sync(mask);
+    here.sync();
     for (uint32_t q = 0; q < t.lanes; q += kRowsHeld) {
-      if (!warp::any(mask, first + q < run.end)) break;
+      if (!here.any(first + q < run.end)) break;
       atomic::word16 words[kRowsHeld][kLaneWords];
       FW_UNROLL
       for (uint32_t r = 0; r < kRowsHeld; r++) {
         // Past the last lane of a group its last one again, which costs less than a condition.
         const uint32_t source = leader + (q + r < t.lanes ? q + r : t.lanes - 1);
-        const uint64_t low = warp::take(mask, one, source);
+        const uint64_t low = here.take(one, source);
         uint64_t high = low;
         uint64_t split = ~uint64_t(0);
         if (t.straddles != 0) {
-          high = warp::take(mask, two, source);
-          split = warp::take(mask, mine.split, source);
+          high = here.take(two, source);
+          split = here.take(mine.split, source);
         }
         for (uint32_t c = 0; c < kLaneWords; c++) {
           const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
@@ -571,31 +570,31 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
       }
       // The loads of the frames come before the second look at their tags.
       atomic::fence_acquire();
-      warp::sync(mask);
-      const uint32_t good = warp::ballot(mask, still_usable(t, mine));
+      here.sync();
+      const lanes good = here.ballot(still_usable(t, mine));
       // Not unrolled, because there is much code for a row: the rows move up instead.
       for (uint32_t r = 0; r < kRowsHeld; r++, move_up(words)) {
         const bool any_row = q + r < t.lanes;
         const uint64_t k = first + q + r;
         const uint32_t source = leader + (any_row ? q + r : t.lanes - 1);
         const bool inside_run = any_row && k < run.end;
-        const bool has = inside_run && ((present >> source) & 1) != 0;
-        const bool again = has && ((good >> source) & 1) == 0;
-        if (warp::any(mask, again)) {
-          const uint64_t begin = warp::take(mask, from, source);
+        const bool has = inside_run && present.has(source);
+        const bool again = has && !good.has(source);
+        if (here.any(again)) {
+          const uint64_t begin = here.take(from, source);
           for (uint32_t c = 0; c < kLaneWords; c++) {
             const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
             const bool wants = again && offset < run.tile_bytes;
             bool failed;
             const atomic::word16 loaded = base::opaque(&load_missing)(
-                t.geometry, *t.cache, *t.volume, mask, wants,
+                t.geometry, *t.cache, *t.volume, here, wants,
                 place_of(t.geometry, *t.volume, begin + offset, t.word_bytes), failed);
             if (wants) words[0][c] = loaded;
           }
         }
-        const float weight = warp::take(mask, mine.weight, source);
-        const float row_scale = warp::take(mask, mine.scale, source);
-        const uint64_t row = blocks ? warp::take(mask, mine.row, source) : 0;
+        const float weight = here.take(mine.weight, source);
+        const float row_scale = here.take(mine.scale, source);
+        const uint64_t row = blocks ? here.take(mine.row, source) : 0;
         for (uint32_t c = 0; c < kLaneWords; c++) {
           const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
           const uint64_t column = tile_column + numbers_in<kNumber>(offset);
@@ -607,7 +606,7 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
             if (t.scales.volume == nullptr) {
               if (covers && has) scale = number_at(t.scales.memory, t.scales.number, at);
             } else {
-              scale = base::opaque(&scale_in_array)(t.scales, mask, covers && has, at);
+              scale = base::opaque(&scale_in_array)(t.scales, here, covers && has, at);
             }
             if (t.scales.divides != 0) scale /= t.scales.whole;
           }
@@ -689,7 +688,7 @@ FW_DEVICE void look_up_any(const lookup_params& p, const lookup_table& t, uint64
 // Starts the fills of the rows of one id for each lane.
 FW_DEVICE void prefetch_rows_of(const lookup_params& p, const lookup_table& t, uint64_t table,
                                 uint64_t warp_item) {
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   cache::tally tally;
   const lookup_run ids = ids_of(p, table);
   const uint64_t k = ids.begin + warp_item * warp::kWarpWidth + warp::lane();
@@ -700,11 +699,11 @@ FW_DEVICE void prefetch_rows_of(const lookup_params& p, const lookup_table& t, u
   const uint32_t shift = t.geometry.line_shift;
   const uint64_t from = (t.row_begin + id) * t.row_bytes;
   const uint64_t last = (from + t.words * t.word_bytes - 1) >> shift;
-  for (uint64_t line = from >> shift; warp::any(mask, wants && line <= last); line++) {
-    base::opaque (&cache::prefetch<policy>)(*t.cache, *t.volume, mask, wants&& line <= last,
+  for (uint64_t line = from >> shift; here.any(wants && line <= last); line++) {
+    base::opaque (&cache::prefetch<policy>)(*t.cache, *t.volume, here, wants&& line <= last,
                                             t.volume->line_begin + line, tally);
   }
-  tally.add_to(*t.volume, mask);
+  tally.add_to(*t.volume, here);
 }
 
 // What a launch does with the rows of its ids.
@@ -713,7 +712,7 @@ enum class lookup_action { kRows, kBags, kPrefetch };
 // Serves the warp's items, of one table after the other.
 template <lookup_action kAction>
 FW_DEVICE void for_each_lookup(const lookup_params& p) {
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   const warp::share mine = warp::share_of(p.table_count * p.warp_items, 1);
   const lookup_table* current = nullptr;
   lookup_events events;
@@ -723,8 +722,8 @@ FW_DEVICE void for_each_lookup(const lookup_params& p) {
     if (&t != current) {
       if (current != nullptr) add_lookup_events(*current->volume, events);
       current = &t;
-      cache::refresh(*t.cache, *t.volume, mask);
-      if (t.scales.volume != nullptr) cache::refresh(*t.scales.cache, *t.scales.volume, mask);
+      cache::refresh(*t.cache, *t.volume, here);
+      if (t.scales.volume != nullptr) cache::refresh(*t.scales.cache, *t.scales.volume, here);
     }
     const uint64_t item = i - table * p.warp_items;
     if constexpr (kAction == lookup_action::kPrefetch) {

@@ -121,7 +121,7 @@ FW_DEVICE void for_each_weight(uint32_t width, uint64_t row, const float* gradie
 // The sum of a value over all lanes, which call together.
 FW_DEVICE float sum_of_lanes(float value) {
   for (uint32_t distance = warp::kWarpWidth / 2; distance != 0; distance /= 2) {
-    value += warp::take(warp::kFullMask, value, warp::lane() ^ distance);
+    value += lanes::all().take(value, warp::lane() ^ distance);
   }
   return value;
 }
@@ -153,7 +153,7 @@ FW_DEVICE_NOINLINE void update_row(const update_params& p, uint64_t row, uint64_
       const float sum = load_element(row, width) + sum_of_lanes(squares) / float(width);
       const float factor = rate / (base::square_root(sum) + epsilon);
       // All lanes have loaded the old sum.
-      warp::sync(warp::kFullMask);
+      lanes::all().sync();
       if (warp::lane() == 0) store_element(row, width, sum);
       for_each_weight<0>(width, row, gradient,
                          [=](float& w, float&, float&, float g) { w -= factor * g; });
@@ -179,13 +179,12 @@ struct update_in_frame {
   uint64_t offset;  // of the lane's row in its line
   uint64_t first;
 
-  FW_DEVICE void visit(uint32_t mask, uint32_t members, uint64_t frame) {
+  FW_DEVICE void visit(lanes here, lanes members, uint64_t frame) {
     // Each lane has acquired its own line; now all lanes use all of them.
-    warp::sync(mask);
-    for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
-      const uint32_t member = base::lowest_bit(rest);
-      base::opaque (&update_row)(*params, warp::broadcast(mask, frame + offset, member),
-                                 warp::broadcast(mask, first, member));
+    here.sync();
+    for (const uint32_t member : members) {
+      base::opaque (&update_row)(*params, here.broadcast(frame + offset, member),
+                                 here.broadcast(first, member));
     }
   }
 };
@@ -194,7 +193,7 @@ struct update_in_frame {
 template <bool kToFrames>
 FW_DEVICE bool move_row(const row_params& p, uint64_t line_begin, uint64_t row, uint64_t buffer,
                         cache::tally& tally) {
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   bool good = true;
   for (uint64_t part = 0; part < p.segments; part += warp::kWarpWidth) {
     const segment piece =
@@ -203,13 +202,13 @@ FW_DEVICE bool move_row(const row_params& p, uint64_t line_begin, uint64_t row, 
     const bool whole =
         kToFrames && wants && piece.bytes == cache::bytes_of_line(*p.cache, *p.volume, piece.line);
     copy_segments<kToFrames> op = {piece};
-    const uint32_t status = cache::access<policy>(p.geometry, *p.cache, *p.volume, mask, wants,
+    const uint32_t status = cache::access<policy>(p.geometry, *p.cache, *p.volume, here, wants,
                                                   piece.line, whole, op, tally);
     good = good && (!wants || status == nvme::kSuccess);
   }
   // What the lanes have stored in the warp's memory comes before what other lanes load there.
-  warp::sync(mask);
-  return !warp::any(mask, !good);
+  here.sync();
+  return !here.any(!good);
 }
 
 // Updates a row that lies in several lines, by a copy: no lane holds all of its frames. No other
@@ -219,13 +218,13 @@ FW_DEVICE_NOINLINE void update_copy(const update_params& p, uint64_t line_begin,
   const uint64_t copy = reinterpret_cast<uint64_t>(p.rows.rows) + warp::index() * p.rows.row_bytes;
   if (!move_row<false>(p.rows, line_begin, row, copy, tally)) return;
   update_row(p, copy, first);
-  warp::sync(warp::kFullMask);
+  lanes::all().sync();
   move_row<true>(p.rows, line_begin, row, copy, tally);
 }
 
 FW_DEVICE void update_rows(const update_params& p) {
   const row_params& r = p.rows;
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   const int64_t* ids = static_cast<const int64_t*>(r.indices);
   const uint64_t line_begin = r.volume->line_begin;
   const uint32_t shift = r.geometry.line_shift;
@@ -243,23 +242,21 @@ FW_DEVICE void update_rows(const update_params& p) {
     }
     wants = wants && row != p.padding;
     const bool folds = wants && spans_chunks(p, first);
-    for (uint32_t rest = warp::ballot(mask, folds); rest != 0; rest &= rest - 1) {
-      add_chunks(p, warp::broadcast(mask, first, base::lowest_bit(rest)));
+    for (const uint32_t member : here.ballot(folds)) {
+      add_chunks(p, here.broadcast(first, member));
     }
     const uint64_t at = row * r.row_bytes;
     const uint64_t line = at >> shift;
     const bool alone = wants && (at + r.row_bytes - 1) >> shift == line;
     update_in_frame op = {&p, at - (line << shift), first};
-    cache::access<policy>(r.geometry, *r.cache, *r.volume, mask, alone, line_begin + line, false,
+    cache::access<policy>(r.geometry, *r.cache, *r.volume, here, alone, line_begin + line, false,
                           op, tally);
-    for (uint32_t rest = warp::ballot(mask, wants && !alone); rest != 0; rest &= rest - 1) {
-      const uint32_t member = base::lowest_bit(rest);
-      update_copy(p, line_begin, warp::broadcast(mask, row, member),
-                  warp::broadcast(mask, first, member), tally);
+    for (const uint32_t member : here.ballot(wants && !alone)) {
+      update_copy(p, line_begin, here.broadcast(row, member), here.broadcast(first, member), tally);
     }
     if (wants) tally.bytes_used += r.row_bytes;
   }
-  add_events(*r.volume, mask, tally, {});
+  add_events(*r.volume, here, tally, {});
 }
 
 }  // namespace fw::kernels

@@ -25,7 +25,7 @@ FW_KERNEL pull_rows(uint64_t table, const int64_t* rows, uint64_t out, uint64_t 
                     uint32_t row_bytes) {
   using namespace fw;
   for (uint64_t i = warp::index(); i < count; i += warp::count()) {
-    warp::copy<warp::source::kStream>(warp::kFullMask, out + i * row_bytes,
+    warp::copy<warp::source::kStream>(lanes::all(), out + i * row_bytes,
                                       table + uint64_t(rows[i]) * row_bytes, row_bytes);
   }
 }

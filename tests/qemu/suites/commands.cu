@@ -34,7 +34,7 @@ FW_DEVICE uint64_t word_of(uint64_t block, uint32_t version, uint32_t k) {
 }
 
 struct nothing_detached {
-  FW_DEVICE uint32_t land(nvme::queue_pair&, uint32_t, uint32_t, const nvme::detached_command&,
+  FW_DEVICE uint32_t land(nvme::queue_pair&, lanes, lanes, const nvme::detached_command&,
                           uint32_t status) {
     return status;
   }
@@ -53,7 +53,7 @@ class worker {
         if (!issue()) return false;
       }
       for (uint64_t j = first; j < issued_ && j < first + p_.queue_count; j++) {
-        nvme::publish(queue_of(j), warp::kFullMask);
+        nvme::publish(queue_of(j), lanes::all());
       }
       const uint64_t enough = done_ + (p_.window + 3) / 4;
       while (done_ < issued_ && (done_ < enough || has_ended(done_))) {
@@ -71,10 +71,10 @@ class worker {
   FW_DEVICE bool writes(uint64_t j) const { return (draw(j) & 255) < p_.writes; }
   // Odd factors and shifts to the right can be undone: a pass over the part names each block once.
   FW_DEVICE uint64_t block_of(uint64_t j) const {
-    const uint64_t mask = (uint64_t(1) << p_.blocks_log2) - 1;
-    uint64_t x = (j * 0x9e3779b97f4a7c15ULL + p_.seed) & mask;
+    const uint64_t here = (uint64_t(1) << p_.blocks_log2) - 1;
+    uint64_t x = (j * 0x9e3779b97f4a7c15ULL + p_.seed) & here;
     x ^= x >> (p_.blocks_log2 / 2 + 1);
-    x = x * 0xbf58476d1ce4e5b9ULL & mask;
+    x = x * 0xbf58476d1ce4e5b9ULL & here;
     return uint64_t(warp::index()) << p_.blocks_log2 | x;
   }
   FW_DEVICE nvme::queue_pair& queue_of(uint64_t j) const {
@@ -91,14 +91,14 @@ class worker {
   FW_DEVICE bool issue() {
     const uint64_t j = issued_;
     nvme::queue_pair& q = queue_of(j);
-    const uint32_t ticket = nvme::take_tickets(q, warp::kFullMask, 1);
+    const uint32_t ticket = nvme::take_tickets(q, lanes::all(), lanes::all());
     if (!nvme::slot_is_free(q, ticket)) {
       // Whoever waits for a slot holds none.
-      for (uint32_t i = 0; i < p_.queue_count; i++) nvme::publish(p_.queues[i], warp::kFullMask);
+      for (uint32_t i = 0; i < p_.queue_count; i++) nvme::publish(p_.queues[i], lanes::all());
       while (done_ < issued_) {
         if (!finish_oldest()) return false;
       }
-      if (!nvme::wait_for_slots(q, warp::kFullMask, 1, ticket, finisher_)) return fail();
+      if (!nvme::wait_for_slots(q, lanes::all(), lanes::all(), ticket, finisher_)) return fail();
     }
     const uint64_t block = block_of(j);
     uint64_t* data = data_of(j);
@@ -128,7 +128,8 @@ class worker {
     const uint64_t j = done_;
     nvme::queue_pair& q = queue_of(j);
     const uint32_t ticket = p_.tickets[slot_of(j)];
-    const uint32_t status = nvme::wait_for_completions(q, warp::kFullMask, 1, ticket, finisher_);
+    const uint32_t status =
+        nvme::wait_for_completions(q, lanes::all(), lanes::all(), ticket, finisher_);
     if (status == nvme::kTimedOut) return fail();
     if (status != nvme::kSuccess) {
       fail();

@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "entry-drawn-twice",
-        "    taken = warp::any(warp::kFullMask, taken);\n",
+        "    taken = lanes::all().any(taken);\n",
         "",
         "a lane does not know what the other lanes have drawn before",
         "sampling",

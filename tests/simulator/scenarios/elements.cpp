@@ -14,8 +14,8 @@ struct SlowLoad {
   uint32_t before;
   uint32_t after;
   uint64_t value = 0;
-  void visit(uint32_t, uint32_t members, uint64_t frame) {
-    if (((members >> fw::warp::lane()) & 1) == 0) return;
+  void visit(fw::lanes, fw::lanes members, uint64_t frame) {
+    if (!members.mine()) return;
     wait(before);
     value = fw::atomic::raw<8>::load(reinterpret_cast<const char*>(frame + offset));
     wait(after);

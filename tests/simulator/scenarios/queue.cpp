@@ -9,19 +9,19 @@ namespace {
 void read_lines(Machine& machine, fw::nvme::queue_pair& q, uint32_t line) {
   namespace nvme = fw::nvme;
   fw::cache::line_finisher finisher{machine.line_cache()};
-  const uint32_t mask = fw::warp::kFullMask;
-  const uint32_t members = mask & ((2u << (machine.shape().depth_log2 == 1 ? 1 : 3)) - 1);
-  const bool mine = (members >> fw::warp::lane()) & 1;
-  const uint32_t ticket = nvme::take_tickets(q, mask, members);
-  if (!nvme::wait_for_slots(q, mask, members, ticket, finisher)) scheduler.fail("no slot");
+  const auto here = fw::lanes::all();
+  const auto members = here.below(machine.shape().depth_log2 == 1 ? 2 : 4);
+  const bool mine = members.mine();
+  const uint32_t ticket = nvme::take_tickets(q, here, members);
+  if (!nvme::wait_for_slots(q, here, members, ticket, finisher)) scheduler.fail("no slot");
   const uint64_t buffer = nvme::buffer_of(q, ticket);
   if (mine) {
     const uint16_t cid = uint16_t(nvme::entry_of(q, ticket));
     nvme::write_entry(q, ticket, nvme::block_command(nvme::kRead, cid, line, 1, buffer, 0), 0);
   }
-  fw::warp::sync(mask);
-  nvme::publish(q, mask);
-  const uint32_t status = nvme::wait_for_completions(q, mask, members, ticket, finisher);
+  here.sync();
+  nvme::publish(q, here);
+  const uint32_t status = nvme::wait_for_completions(q, here, members, ticket, finisher);
   if (!mine) return;
   if (status != nvme::kSuccess) scheduler.fail("a read failed without a fault");
   const auto* data = reinterpret_cast<const uint64_t*>(buffer);

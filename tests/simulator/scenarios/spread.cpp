@@ -112,8 +112,8 @@ FW_SCENARIO(two_rings, "write-backs that need slots of a ring of four and of one
       if (t.lane == 0) data.store(line * 64);
       fw::warp::sync(fw::warp::kFullMask);
       const fw::cache::place at = fw::cache::probe(p.cache->geometry, line);
-      fw::cache::flush_ways(*p.cache, *p.volume, fw::warp::kFullMask, at.found && t.lane == 0,
-                            at.way, line, line + 1);
+      fw::cache::flush_ways(*p.cache, *p.volume, fw::lanes::all(), at.found && t.lane == 0, at.way,
+                            line, line + 1);
     }
   });
   data.check();

@@ -120,7 +120,7 @@ class cached_or_in_place {
 template <typename T>
 FW_DEVICE T sum_of_lanes(T value) {
   for (uint32_t step = warp::kWarpWidth / 2; step > 0; step /= 2) {
-    value += warp::take(warp::kFullMask, value, warp::lane() ^ step);
+    value += lanes::all().take(value, warp::lane() ^ step);
   }
   return value;
 }
@@ -178,16 +178,16 @@ FW_DEVICE void visit_piece(Source& source, uint64_t v, piece p, Visit& visit) {
   }
   for (; i < p.end; i += warp::kWarpWidth) visit(v, i, source.load(i));
   if constexpr (requires { visit.finish(v); }) {
-    warp::sync(warp::kFullMask);
+    lanes::all().sync();
     visit.finish(v);
   }
-  warp::sync(warp::kFullMask);
+  lanes::all().sync();
 }
 
 template <typename Source, typename Wants, typename Visit>
 FW_DEVICE void visit_chunk(const rows& r, uint64_t chunk, Source& source, Wants& wants,
                            Visit& visit) {
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   const uint64_t last = r.first[chunk + 1];
   uint64_t wanted = 0;
   if (source.counts()) wanted = count_wanted(r, chunk, wants);
@@ -195,15 +195,13 @@ FW_DEVICE void visit_chunk(const rows& r, uint64_t chunk, Source& source, Wants&
   for (uint64_t base = r.first[chunk]; base <= last; base += warp::kWarpWidth) {
     const uint64_t v = base + warp::lane();
     const piece mine = piece_of(r, v, last, chunk << r.chunk_log2, end_of(r, chunk), wants);
-    uint32_t rest = warp::ballot(mask, mine.begin < mine.end);
-    if (rest != 0 && !begun) {
+    const lanes owners = here.ballot(mine.begin < mine.end);
+    if (owners && !begun) {
       source.begin_chunk(chunk << r.chunk_log2, wanted);
       begun = true;
     }
-    for (; rest != 0; rest &= rest - 1) {
-      const uint32_t owner = base::lowest_bit(rest);
-      const piece p = {warp::broadcast(mask, mine.begin, owner),
-                       warp::broadcast(mask, mine.end, owner)};
+    for (const uint32_t owner : owners) {
+      const piece p = {here.broadcast(mine.begin, owner), here.broadcast(mine.end, owner)};
       visit_piece(source, base + owner, p, visit);
     }
   }

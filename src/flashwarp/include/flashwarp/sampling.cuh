@@ -43,7 +43,7 @@ FW_DEVICE uint32_t choose(uint64_t degree, uint32_t fanout, uint64_t stream, int
     const int64_t drawn = int64_t(random_below(stream, i, last + 1));
     bool taken = false;
     for (uint32_t k = warp::lane(); k < i; k += warp::kWarpWidth) taken |= chosen[k] == drawn;
-    taken = warp::any(warp::kFullMask, taken);
+    taken = lanes::all().any(taken);
     if (i % warp::kWarpWidth == warp::lane()) chosen[i] = taken ? int64_t(last) : drawn;
   }
   return fanout;

@@ -7,7 +7,7 @@ HEADER = "flashwarp/array/callers.cuh"
 MUTANTS = (
     Mutant(
         "arrays-mixed",
-        "return warp::match(warp::active(), reinterpret_cast<uint64_t>(v));",
+        "return warp::active().match(reinterpret_cast<uint64_t>(v));",
         "return (void)v, warp::active();",
         "lanes that mean different arrays share one queue's tickets",
         "elements",

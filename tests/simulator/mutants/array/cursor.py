@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "row-found-unsynchronised",
         "    // Each lane has acquired the fill of its own line, and loads from all of them.\n"
-        "    warp::sync(all);\n",
+        "    all.sync();\n",
         "",
         "lanes load from a line whose fill only a neighbour has acquired",
         "loops",

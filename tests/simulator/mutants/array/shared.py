@@ -37,12 +37,12 @@ MUTANTS = (
     Mutant(
         "share-store-unguarded",
         """\
-  if (warp::any(mask, claimed)) {
+  if (here.any(claimed)) {
     store_element<kBytes> op = element;
 """,
         """\
   if (claimed) cache::share_end(t, mine.entry, line);
-  if (warp::any(mask, claimed)) {
+  if (here.any(claimed)) {
     store_element<kBytes> op = element;
 """,
         "a line is brought to a buffer while its cached bytes are stored to",
@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant(
         "share-users-unsynchronised",
         "  // The loads and stores of all lanes come before the release by one lane for all.\n"
-        "  warp::sync(mask);\n",
+        "  here.sync();\n",
         "",
         "a lane lets go of a copy for lanes whose stores are still on their way",
         "share",

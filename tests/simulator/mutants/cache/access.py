@@ -16,8 +16,8 @@ MUTANTS = (
     ),
     Mutant(
         "hits-without-fence",
-        "    atomic::fence_acquire();\n    warp::sync(mask);\n",
-        "    warp::sync(mask);\n",
+        "    atomic::fence_acquire();\n    here.sync();\n",
+        "    here.sync();\n",
         "the second look overtakes the loads of a row, and a refill goes unnoticed",
         "rows",
         "weak",
@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "hits-unsynchronised",
-        "    atomic::fence_acquire();\n    warp::sync(mask);\n",
+        "    atomic::fence_acquire();\n    here.sync();\n",
         "    atomic::fence_acquire();\n",
         "a lane's second look comes before its neighbours have loaded their part of its row",
         "rows",
@@ -44,13 +44,13 @@ MUTANTS = (
     Mutant(
         "pages-left-unseen-inline",
         "      left = read_frames(*source.queue,",
-        "      left = 0;\n      read_frames(*source.queue,",
+        "      left = {};\n      read_frames(*source.queue,",
         "so does a fill of a thread that waits for it",
         "leases",
     ),
     Mutant(
         "plain-source-of-some-lanes",
-        "    if (!warp::any(mask, !source.open)) {\n",
+        "    if (!here.any(!source.open)) {\n",
         "    if (source.open) {\n",
         "lanes of a warp that see the path change go two ways",
         "leases",
@@ -58,8 +58,8 @@ MUTANTS = (
     ),
     Mutant(
         "passed-line-not-waited-for",
-        "const uint32_t status = move_lines(c, v, mask, members, nvme::kWrite, t);",
-        "uint32_t status = 0;\n  move_lines_detached(c, v, mask, members, nvme::kWrite, t);",
+        "const uint32_t status = move_lines(c, v, here, members, nvme::kWrite, t);",
+        "uint32_t status = 0;\n  move_lines_detached(c, v, here, members, nvme::kWrite, t);",
         "a line that is written around the cache loses its frame before it is written",
         "files_passed",
     ),

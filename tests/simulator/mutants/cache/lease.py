@@ -14,11 +14,11 @@ MUTANTS = (
     ),
     Mutant(
         "sweep-counted-early",
-        "      if (!warp::any(mask, !sweep_chunk(c, v, mask, chunk))) {\n",
+        "      if (!here.any(!sweep_chunk(c, v, here, chunk))) {\n",
         "      if (leads && take_number(&l.done, epoch, chunks) == chunks - 1) {\n"
         "        note_swept(l, epoch);\n"
         "      }\n"
-        "      if (!warp::any(mask, !sweep_chunk(c, v, mask, chunk))) {\n",
+        "      if (!here.any(!sweep_chunk(c, v, here, chunk))) {\n",
         "a sweep is over before its last frames are empty",
         "leases_replayed",
     ),
@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         "sweep-unsynchronised",
         "        // All lanes have emptied their frames before the leader says so.\n"
-        "        warp::sync(mask);\n",
+        "        here.sync();\n",
         "",
         "a frame that a neighbour's lane has emptied is hit after the sweep",
         "leases_replayed",

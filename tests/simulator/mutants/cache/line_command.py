@@ -6,9 +6,9 @@ HEADER = "flashwarp/cache/line_command.cuh"
 
 _LAND = """\
   if (opcode == nvme::kRead) {
-    const uint32_t arrived = warp::ballot(mask, mine && status == nvme::kSuccess);
-    const uint32_t ended = warp::ballot(mask, mine && status != nvme::kTimedOut);
-    again = land_reads(c, v, q, mask, ended, arrived, t, address);
+    const lanes arrived = here.ballot(mine && status == nvme::kSuccess);
+    const lanes ended = here.ballot(mine && status != nvme::kTimedOut);
+    again = land_reads(c, v, q, here, ended, arrived, t, address);
   }
 """
 
@@ -27,8 +27,8 @@ _MARK = """\
 """
 
 _DETACHED_IN_PLACE = """\
-  const uint32_t left = move_in_place(c, v, q, mask, members, opcode, t);
-  if (((members & ~left) >> warp::lane()) & 1) {
+  const lanes left = move_in_place(c, v, q, here, members, opcode, t);
+  if ((members - left).mine()) {
     line_finisher{c}.end(detached_transfer(c, v, opcode, t, 0), nvme::kSuccess);
   }
 """
@@ -37,11 +37,11 @@ _DETACHED_EARLY = """\
   const bool early = opcode == nvme::OPCODE &&
                      (opcode == nvme::kRead ? q.plain_reads : q.plain_writes) != 0 &&
                      nvme::path_of(q) == nvme::kInPlace;
-  if (early && ((members >> warp::lane()) & 1) != 0) {
+  if (early && members.mine()) {
     line_finisher{c}.end(detached_transfer(c, v, opcode, t, 0), nvme::kSuccess);
   }
-  const uint32_t left = move_in_place(c, v, q, mask, members, opcode, t);
-  if (!early && (((members & ~left) >> warp::lane()) & 1) != 0) {
+  const lanes left = move_in_place(c, v, q, here, members, opcode, t);
+  if (!early && (members - left).mine()) {
     line_finisher{c}.end(detached_transfer(c, v, opcode, t, 0), nvme::kSuccess);
   }
 """
@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "landing-unsynchronised",
         "  // Each lane has acquired its own completion; now all lanes read all of the"
-        " data.\n  warp::sync(mask);\n",
+        " data.\n  here.sync();\n",
         "",
         "lanes read a buffer whose completion only a neighbour has acquired",
         "elements",
@@ -86,7 +86,7 @@ MUTANTS = (
     Mutant(
         "staging-unsynchronised",
         "  // Each lane has acquired its own line and slot; now all lanes read and write all of"
-        " them.\n  warp::sync(mask);\n",
+        " them.\n  here.sync();\n",
         "",
         "lanes write a buffer whose slot only a neighbour has acquired",
         "elements",
@@ -102,24 +102,24 @@ MUTANTS = (
     ),
     Mutant(
         "pages-left-unseen-plain",
-        "  if (reads) return land_reads(c, v, q, mask, members, members, t, address);\n",
+        "  if (reads) return land_reads(c, v, q, here, members, members, t, address);\n",
         "  if (reads) {\n"
-        "    land_reads(c, v, q, mask, members, members, t, address);\n"
-        "    return 0;\n"
+        "    land_reads(c, v, q, here, members, members, t, address);\n"
+        "    return {};\n"
         "  }\n",
         "so does a fill that took no command",
         "leases",
     ),
     Mutant(
         "pages-left-unseen-in-parts",
-        "    again |= read_frames(q, mask, now, now, frame, address, bytes);\n",
-        "    read_frames(q, mask, now, now, frame, address, bytes);\n",
+        "    again |= read_frames(q, here, now, now, frame, address, bytes);\n",
+        "    read_frames(q, here, now, now, frame, address, bytes);\n",
         "so does one from the parts of a namespace",
         "leases",
     ),
     Mutant(
         "plain-reads-of-some-lanes",
-        "  if (warp::any(mask, nvme::path_of(q) != nvme::kInPlace)) return members;\n",
+        "  if (here.any(nvme::path_of(q) != nvme::kInPlace)) return members;\n",
         "  if (nvme::path_of(q) != nvme::kInPlace) return members;\n",
         "lanes of a warp that see the path change go two ways",
         "leases",
@@ -127,8 +127,8 @@ MUTANTS = (
     ),
     Mutant(
         "pages-left-counted-ahead",
-        "  if (((members & ~left) >> warp::lane()) & 1) {\n",
-        "  if ((members >> warp::lane()) & 1) {\n",
+        "  if ((members - left).mine()) {\n",
+        "  if (members.mine()) {\n",
         "so does a prefetch that took no command",
         "leases",
     ),
@@ -149,7 +149,7 @@ MUTANTS = (
     Mutant(
         "staged-unsynchronised",
         "  // The copies of all lanes come before any lane's command, or its end of the"
-        " write-back.\n  warp::sync(mask);\n",
+        " write-back.\n  here.sync();\n",
         "",
         "a lane ends its write-back before its neighbours have copied their part of the line",
         "elements",
@@ -174,7 +174,7 @@ MUTANTS = (
     ),
     Mutant(
         "pages-left-unsynchronised",
-        "  atomic::fence_system();\n  warp::sync(mask);\n}\n",
+        "  atomic::fence_system();\n  here.sync();\n}\n",
         "  atomic::fence_system();\n}\n",
         "a lane looks at the path before its neighbours have copied their part of its line",
         "leases",

@@ -14,9 +14,8 @@ MUTANTS = (
     ),
     Mutant(
         "seat-by-lane",
-        "  return warp::broadcast(mask, warp::index() + base::spread_index(), "
-        "base::lowest_bit(mask));\n",
-        "  return (void)mask, warp::index() + base::spread_index();\n",
+        "  return here.broadcast(warp::index() + base::spread_index());\n",
+        "  return (void)here, warp::index() + base::spread_index();\n",
         "lanes that have asked at different times submit to different rings as one",
         "elements",
         "sc",

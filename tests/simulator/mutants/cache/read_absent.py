@@ -5,12 +5,12 @@ from simulator.mutant import Mutant
 HEADER = "flashwarp/cache/read_absent.cuh"
 
 _AROUND_COPY = """\
-  if (arrived != 0) op.template copy<warp::source::kStorage>(mask, arrived, address - blocks.begin);
+  if (arrived) op.template copy<warp::source::kStorage>(here, arrived, address - blocks.begin);
 """
 
 _AROUND_CHECK = """\
   if (q.data.leased != 0) {
-    finish_loads(mask);
+    finish_loads(here);
     // Also after a failure: the file may have been cut before the path changed.
     again = mine && status != nvme::kTimedOut && !nvme::is_current(q, address);
   }
@@ -53,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         "around-unfenced",
-        "if (q.data.leased != 0) finish_loads(mask);",
+        "if (q.data.leased != 0) finish_loads(here);",
         "",
         "the second look at the path is served before the bytes that it is about",
         "leases_around",
@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "around-on-paths-of-some-lanes",
-        "const bool in_place = !warp::any(mask, path != nvme::kInPlace);",
+        "const bool in_place = !here.any(path != nvme::kInPlace);",
         "const bool in_place = path == nvme::kInPlace;",
         "lanes of a warp that see the path change go two ways",
         "leases_around",

@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant(
         "tier-moves-unsynchronised",
         "  // Each lane has claimed its own frame; now all lanes may store to all of them.\n"
-        "  warp::sync(mask);\n",
+        "  here.sync();\n",
         "",
         "lanes copy a frame, or a place of the tier, that only a neighbour has acquired",
         "tier",

@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "short-way-published-early",
-        "    warp::sync(mask);\n  }\n  FW_DEVICE void cancel() {}",
+        "    here.sync();\n  }\n  FW_DEVICE void cancel() {}",
         "  }\n  FW_DEVICE void cancel() {}",
         "the tag says filled before the other lanes' stores",
         "elements",
@@ -52,7 +52,7 @@ MUTANTS = (
     ),
     Mutant(
         "short-way-of-one-lane",
-        "    warp::sync(mask);\n    take.begin(source);",
+        "    here.sync();\n    take.begin(source);",
         "    take.begin(source);",
         "nor by the other lanes",
         "emptied",
@@ -78,7 +78,7 @@ MUTANTS = (
     ),
     Mutant(
         "short-way-keeps-left-pages",
-        "      current = !warp::any(mask, !nvme::is_current(*way.queue, from.address));\n",
+        "      current = !here.any(!nvme::is_current(*way.queue, from.address));\n",
         "",
         "a line that was read while the host left the path is published",
         "leases",

@@ -7,18 +7,18 @@ HEADER = "flashwarp/cache/spread.cuh"
 MUTANTS = (
     Mutant(
         "rings-freed-together",
-        "if (warp::any(mask, mine && ((done >> n) & 1) == 0)) {",
-        "if (warp::any(mask, f.on != done)) {",
+        "if (here.any(mine && ((done >> n) & 1) == 0)) {",
+        "if (here.any(f.on != done)) {",
         "warps hold slots of one ring while they wait for another, and these for the first",
         "two_rings",
         strategy="random",
     ),
     Mutant(
         "rings-in-any-order",
-        "  for (uint32_t n = 0; n < v.namespace_count; n++) {\n    const uint32_t members =",
+        "  for (uint32_t n = 0; n < v.namespace_count; n++) {\n    const lanes members =",
         "  for (uint32_t k = 0; k < v.namespace_count; k++) {\n"
         "    const uint32_t n = (k + warp::index()) % v.namespace_count;\n"
-        "    const uint32_t members =",
+        "    const lanes members =",
         "two warps wait for slots of each other's rings for ever",
         "two_rings",
     ),
@@ -40,8 +40,8 @@ MUTANTS = (
     ),
     Mutant(
         "pages-left-unseen-spread",
-        "  again = (outdated >> warp::lane()) & 1;\n",
-        "  again = false && outdated != 0;\n",
+        "  again = outdated.mine();\n",
+        "  again = false && outdated;\n",
         "so does a fill of one of several namespaces",
         "leases_spread",
     ),

@@ -38,7 +38,7 @@ MUTANTS = (
     ),
     Mutant(
         "help-by-lane",
-        "  queue = warp::broadcast(mask, queue, leader);\n",
+        "  queue = here.broadcast(queue);\n",
         "  queue = reinterpret_cast<uint64_t>(&queue_to_help(v, step));\n",
         "lanes that have asked at different times help different rings as one",
         "elements",

@@ -7,7 +7,7 @@ HEADER = "flashwarp/file/file_calls.cuh"
 MUTANTS = (
     Mutant(
         "resident-lines-unserved",
-        "wants && ((served >> warp::lane()) & 1) == 0",
+        "wants && !served.mine()",
         "false",
         "a lane returns without its line, whose frame was refilled under it",
         "file_records",
@@ -16,8 +16,8 @@ MUTANTS = (
     ),
     Mutant(
         "sync-of-one-lane",
-        "status_of_all(mask, wait_clean(c, v, mask, s))",
-        "wait_clean(c, v, mask, s)",
+        "status_of_all(here, wait_clean(c, v, here, s))",
+        "wait_clean(c, v, here, s)",
         "lanes have different answers, and meet at different places",
         "files",
         "sc",
@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "share-by-another-mask",
-        "base::opaque(&make_durable)(f.bytes.cache, f.bytes.volume, mask, s)",
+        "base::opaque(&make_durable)(f.bytes.cache, f.bytes.volume, here, s)",
         "base::opaque(&make_durable)(f.bytes.cache, f.bytes.volume, active_on(f.bytes.volume), s)",
         "a lane returns before another one has written its share back",
         "files",

@@ -7,7 +7,7 @@ HEADER = "flashwarp/kernels/elements.cuh"
 MUTANTS = (
     Mutant(
         "epoch-unlooked-by-elements",
-        "  cache::refresh(c, v, mask);\n  for (uint64_t first = share.begin;",
+        "  cache::refresh(c, v, here);\n  for (uint64_t first = share.begin;",
         "  for (uint64_t first = share.begin;",
         "so does one of rows of a few elements",
         "leases_replayed",

@@ -14,8 +14,8 @@ MUTANTS = (
     ),
     Mutant(
         "client-without-fence",
-        "    atomic::fence_acquire();\n    warp::sync(mask);\n",
-        "    warp::sync(mask);\n",
+        "    atomic::fence_acquire();\n    here.sync();\n",
+        "    here.sync();\n",
         "a client's second look comes before its loads, and does not see the refill",
         "clients",
         "weak",
@@ -23,7 +23,7 @@ MUTANTS = (
     Mutant(
         "client-lists-for-one-lane",
         "{item, line - c.line_begin}",
-        "{warp::broadcast(mask, item, leader), line - c.line_begin}",
+        "{here.broadcast(item, leader), line - c.line_begin}",
         "a row that was not copied is not asked for, and another one twice",
         "clients",
         "sc",

@@ -7,7 +7,7 @@ HEADER = "flashwarp/kernels/rows.cuh"
 MUTANTS = (
     Mutant(
         "epoch-unlooked",
-        "  cache::refresh(c, v, mask);\n  for (uint64_t first = mine.begin;",
+        "  cache::refresh(c, v, here);\n  for (uint64_t first = mine.begin;",
         "  for (uint64_t first = mine.begin;",
         "a replay serves lines of the file from before a writer came",
         "leases_replayed",
@@ -15,7 +15,7 @@ MUTANTS = (
     ),
     Mutant(
         "epoch-unlooked-by-threads",
-        "  cache::refresh(c, v, mask);\n  // Segments in a row",
+        "  cache::refresh(c, v, here);\n  // Segments in a row",
         "  // Segments in a row",
         "so does one of the CPU device, whose threads take segments by themselves",
         "leases_replayed",

@@ -16,8 +16,8 @@ MUTANTS = (
     ),
     Mutant(
         "stream-unfenced",
-        "  cache::finish_loads(mask);\n  const bool current =",
-        "  warp::sync(mask);\n  const bool current =",
+        "  cache::finish_loads(here);\n  const bool current =",
+        "  here.sync();\n  const bool current =",
         "its second look at the path may come before its loads",
         "leases_streamed",
         "weak",
@@ -34,7 +34,7 @@ MUTANTS = (
     ),
     Mutant(
         "epoch-unlooked-by-streams",
-        "  cache::refresh(c, v, mask);\n  const cache::short_way way",
+        "  cache::refresh(c, v, here);\n  const cache::short_way way",
         "  const cache::short_way way",
         "it takes lines from frames that were filled before a writer came",
         "leases_replayed",

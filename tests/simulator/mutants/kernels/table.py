@@ -16,8 +16,8 @@ MUTANTS = (
     ),
     Mutant(
         "lookup-without-fence",
-        "      atomic::fence_acquire();\n      warp::sync(mask);\n      const uint32_t good",
-        "      warp::sync(mask);\n      const uint32_t good",
+        "      atomic::fence_acquire();\n      here.sync();\n      const lanes good",
+        "      here.sync();\n      const lanes good",
         "the second look overtakes the loads of a row, and a refill goes unnoticed",
         "lookups",
         "weak",
@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "lookup-unsynchronised",
-        "    warp::sync(mask);\n    for (uint32_t q = 0;",
+        "    here.sync();\n    for (uint32_t q = 0;",
         "    for (uint32_t q = 0;",
         "lanes load from a line whose fill only a neighbour has acquired",
         "lookups",

@@ -15,7 +15,7 @@ MUTANTS = (
     Mutant(
         "update-unsynchronised",
         "    // Each lane has acquired its own line; now all lanes use all of them.\n"
-        "    warp::sync(mask);\n",
+        "    here.sync();\n",
         "",
         "lanes update a row in a line whose fill only a neighbour has acquired",
         "updates",

@@ -24,7 +24,7 @@ MUTANTS = (
         """\
       return false;
     }
-    help(q, mask, finisher);
+    help(q, here, finisher);
 """,
         """\
       return false;
@@ -36,7 +36,7 @@ MUTANTS = (
     ),
     Mutant(
         "drain-leaves-entries",
-        "  if (has_unpublished(q, mask)) publish(q, mask);\n",
+        "  if (has_unpublished(q, here)) publish(q, here);\n",
         "",
         "an entry that waited for room in the ring is never published",
         "queue",
@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(
         "drain-unsynchronised",
         "  // The leader has acquired what the last drainer did; no lane may see an entry of an"
-        " older pass.\n  warp::sync(mask);\n",
+        " older pass.\n  here.sync();\n",
         "",
         "a lane takes a completion of two passes before for a new one",
         "queue",
@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "doorbell-before-loads",
-        "    warp::sync(mask);\n    // The controller's data comes before",
+        "    here.sync();\n    // The controller's data comes before",
         "    // The controller's data comes before",
         "the controller may overwrite a completion that a lane beside the leader still loads",
         "queue",

@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     Mutant(
         "publish-without-second-look",
-        "    if (count_publishable(q, mask, tail + count) == 0) return;\n",
+        "    if (count_publishable(q, here, tail + count) == 0) return;\n",
         "    return;\n",
         "an entry written while the lock was held is never published",
         "queue",
@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     Mutant(
         "ring-space-by-lane",
-        "warp::broadcast(mask, atomic::load_relaxed(&q.fetched), base::lowest_bit(mask));",
+        "here.broadcast(atomic::load_relaxed(&q.fetched));",
         "atomic::load_relaxed(&q.fetched);",
         "lanes leave a loop of collectives at different times",
         "elements",
@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         "leader-rings-unsynchronised",
         "    // Each lane has acquired the entries that it counted; the leader publishes all of"
-        " them.\n    warp::sync(mask);\n",
+        " them.\n    here.sync();\n",
         "",
         "the leader rings for entries that only its neighbours have acquired",
         "elements",

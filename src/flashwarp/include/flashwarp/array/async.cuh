@@ -35,35 +35,35 @@ enum class task : uint32_t { kNone, kFetch, kRead, kWrite, kWriteBack };
 // An operation without effect: the access only makes the line resident.
 struct touch_line {
   static constexpr bool kStores = false;
-  FW_DEVICE void visit(uint32_t, uint32_t, uint64_t) {}
+  FW_DEVICE void visit(lanes, lanes, uint64_t) {}
 };
 
 // Starts the fills of each lane's lines.
 FW_DEVICE_NOINLINE void fetch_span(cache::line_cache* c, cache::volume* v, const span& s,
                                    lines which) {
-  const uint32_t mask = active_on(v);
+  const lanes here = active_on(v);
   cache::tally count;
-  for (walk at(c->geometry, s); warp::any(mask, at.more()); at.line += at.stride) {
+  for (walk at(c->geometry, s); here.any(at.more()); at.line += at.stride) {
     const bool wants = at.more() && is_meant(*c, *v, s, at.line, which);
-    cache::prefetch<policy>(*c, *v, mask, wants, v->line_begin + at.line, count);
+    cache::prefetch<policy>(*c, *v, here, wants, v->line_begin + at.line, count);
   }
-  count.add_kernel_to(*v, mask);
-  warp::sync(mask);
+  count.add_kernel_to(*v, here);
+  here.sync();
 }
 
 // Waits until each lane's lines have been resident. Returns the lane's first failure.
 FW_DEVICE_NOINLINE uint32_t touch_span(cache::line_cache* c, cache::volume* v, const span& s) {
-  const uint32_t mask = active_on(v);
+  const lanes here = active_on(v);
   cache::tally count;
   uint32_t status = 0;
-  for (walk at(c->geometry, s); warp::any(mask, at.more()); at.line += at.stride) {
+  for (walk at(c->geometry, s); here.any(at.more()); at.line += at.stride) {
     touch_line op;
-    const uint32_t got = cache::access<policy>(c->geometry, *c, *v, mask, at.more(),
+    const uint32_t got = cache::access<policy>(c->geometry, *c, *v, here, at.more(),
                                                v->line_begin + at.line, false, op, count);
     if (at.more() && status == nvme::kSuccess) status = got;
   }
-  count.add_kernel_to(*v, mask);
-  warp::sync(mask);
+  count.add_kernel_to(*v, here);
+  here.sync();
   return status;
 }
 
@@ -75,28 +75,27 @@ FW_DEVICE_NOINLINE uint32_t move_part(cache::line_cache* c, cache::volume* v, co
 }
 
 // Starts write-backs of the dirty lines in each lane's span.
-FW_DEVICE void clean_span(cache::line_cache* c, cache::volume* v, uint32_t mask, const span& s) {
-  for (walk at(c->geometry, s); warp::any(mask, at.more()); at.line += at.stride) {
+FW_DEVICE void clean_span(cache::line_cache* c, cache::volume* v, lanes here, const span& s) {
+  for (walk at(c->geometry, s); here.any(at.more()); at.line += at.stride) {
     const uint64_t line = v->line_begin + at.line;
     cache::place where = {0, 0, false};
     if (at.more()) where = cache::probe(c->geometry, line);
     const bool taken = where.found && cache::begin_write(&c->geometry.tags[where.way], line);
-    const uint32_t members = warp::ballot(mask, taken);
-    if (members != 0) cache::write_back(*c, *v, mask, members, {line, where.way}, true);
+    const lanes members = here.ballot(taken);
+    if (members) cache::write_back(*c, *v, here, members, {line, where.way}, true);
   }
-  warp::sync(mask);
+  here.sync();
 }
 
 // Waits until no line of each lane's span is dirty or WRITING. Returns the lane's first failure.
-FW_DEVICE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, uint32_t mask,
-                              const span& s) {
+FW_DEVICE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, lanes here, const span& s) {
   uint32_t step = 0;
   uint32_t status = 0;
-  for (walk at(c->geometry, s); warp::any(mask, at.more()); at.line += at.stride) {
+  for (walk at(c->geometry, s); here.any(at.more()); at.line += at.stride) {
     nvme::deadline limit(v->queues[0].data);
     const uint64_t line = v->line_begin + at.line;
     bool pending = at.more();
-    while (warp::any(mask, pending)) {
+    while (here.any(pending)) {
       cache::place where = {0, 0, false};
       if (pending) where = cache::probe(c->geometry, line);
       const bool in_flight = where.found && (where.word & cache::tag::kWriting) != 0;
@@ -104,24 +103,24 @@ FW_DEVICE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, uint32_t m
       // wait no longer whatever comes of it.
       const bool dirty = where.found && !in_flight && (where.word & cache::tag::kDirty) != 0;
       const bool taken = dirty && cache::begin_write(&c->geometry.tags[where.way], line);
-      const uint32_t members = warp::ballot(mask, taken);
-      if (members != 0) {
-        const uint32_t got = cache::write_back(*c, *v, mask, members, {line, where.way}, false);
+      const lanes members = here.ballot(taken);
+      if (members) {
+        const uint32_t got = cache::write_back(*c, *v, here, members, {line, where.way}, false);
         if (taken && status == nvme::kSuccess) status = got;
       }
       // If another warp began to write the line back since the look, wait for that.
       pending = pending && (in_flight || (dirty && !taken));
-      if (!warp::any(mask, pending) || members != 0) continue;
-      if (warp::any(mask, limit.passed() || cache::has_failed(*v))) {
+      if (!here.any(pending) || members) continue;
+      if (here.any(limit.passed() || cache::has_failed(*v))) {
         if (pending) cache::record_error(*v, nvme::kTimedOut, nvme::kWrite, line);
         if (pending) status = nvme::kTimedOut;
         pending = false;
         break;
       }
-      base::opaque (&cache::help_any)(*c, *v, mask, step++);
+      base::opaque (&cache::help_any)(*c, *v, here, step++);
     }
   }
-  warp::sync(mask);
+  here.sync();
   return status;
 }
 
@@ -150,13 +149,13 @@ FW_DEVICE bool is_there(const cache::line_cache* c, const cache::volume* v, cons
 // As `is_there`, and does one step of helping before a lane hears no; `step` numbers the steps.
 FW_DEVICE_NOINLINE bool has_arrived(cache::line_cache* c, cache::volume* v, const span& s,
                                     task what, uint32_t step) {
-  const uint32_t mask = active_on(v);
+  const lanes here = active_on(v);
   bool there = is_there(c, v, s, what);
-  if (warp::any(mask, !there)) {
-    help_any(*c, *v, mask, step);
+  if (here.any(!there)) {
+    help_any(*c, *v, here, step);
     there = there || is_there(c, v, s, what);
   }
-  warp::sync(mask);
+  here.sync();
   return there;
 }
 

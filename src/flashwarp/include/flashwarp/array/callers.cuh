@@ -11,8 +11,8 @@ namespace detail {
 
 // The active lanes that use the same array. Only these cooperate, because each array has queues of
 // its own.
-FW_DEVICE uint32_t active_on(const cache::volume* v) {
-  return warp::match(warp::active(), reinterpret_cast<uint64_t>(v));
+FW_DEVICE lanes active_on(const cache::volume* v) {
+  return warp::active().match(reinterpret_cast<uint64_t>(v));
 }
 
 // Runs `slow` in the lanes that need it. All lanes of `here` call, and go on together; the caller
@@ -20,10 +20,10 @@ FW_DEVICE uint32_t active_on(const cache::volume* v) {
 // a call, because the callee saves the registers that say which lanes are waited for. Without the
 // sync, the rest of the kernel would run once for each lane.
 template <typename Slow>
-FW_DEVICE void call_for(uint32_t here, bool needed, Slow slow) {
-  if (!warp::any(here, needed)) return;
+FW_DEVICE void call_for(lanes here, bool needed, Slow slow) {
+  if (!here.any(needed)) return;
   if (needed) slow();
-  warp::sync(here);
+  here.sync();
 }
 
 }  // namespace detail

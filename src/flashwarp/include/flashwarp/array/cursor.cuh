@@ -23,7 +23,7 @@ class cursor {
   // Loads element `i`.
   FW_DEVICE value_type operator[](uint64_t i) {
     if constexpr (array<T>::kWord) {
-      const uint32_t here = warp::active();
+      const lanes here = warp::active();
       word value = {};
       bool hit = false;
       if (holds(i) || find(i)) {
@@ -65,7 +65,7 @@ class cursor {
   FW_DEVICE void load_some(uint64_t i, uint64_t stride, uint32_t count,
                            value_type (&values)[kCount]) {
     static_assert(array<T>::kWord, "several elements at a time are words of 1, 2, 4, 8, 16 bytes");
-    const uint32_t here = warp::active();
+    const lanes here = warp::active();
     const uint64_t last = i + (count - 1) * stride;
     detail::several<kAccessBytes, kCount> loaded = {};
     bool hit = false;
@@ -150,7 +150,7 @@ class cursor {
   FW_DEVICE bool load_lines(uint64_t i, uint64_t last, uint64_t stride, uint32_t count,
                             word (&words)[kCount]) {
     if constexpr (warp::kWarpWidth > 1) {
-      if (warp::active() == warp::kFullMask) {
+      if (warp::active() == lanes::all()) {
         const row_part used = find_row(i, last);
         if (used.shared) return load_row(i, stride, count, used, words);
       }
@@ -171,28 +171,28 @@ class cursor {
   // Finds the lines between those of the elements `i` and `to` of each lane. All lanes of the
   // warp call. Lanes must read in order, from one array.
   FW_DEVICE row_part find_row(uint64_t i, uint64_t to) {
-    const uint32_t all = warp::kFullMask;
+    const lanes all = lanes::all();
     const uint64_t low = array_.line_of(i);
     const uint64_t high = array_.line_of(to);
     bool held = false;
     const auto look = [&] {
       const uint64_t first = low - row_, last = high - row_;
       row_part part;
-      part.begin = warp::broadcast(all, uint32_t(first), 0);
-      part.end = warp::broadcast(all, uint32_t(last), warp::kWarpWidth - 1);
+      part.begin = all.broadcast(uint32_t(first), 0);
+      part.end = all.broadcast(uint32_t(last), warp::kWarpWidth - 1);
       const bool fits =
           part.begin <= first && first <= last && last <= part.end && part.end < warp::kWarpWidth;
       const bool wanted = warp::lane() >= part.begin && warp::lane() <= part.end;
-      held = warp::ballot(all, fits && (!wanted || word_ != 0)) == all;
-      part.shared = held || warp::ballot(all, fits) == all;
+      held = all.ballot(fits && (!wanted || word_ != 0)) == all;
+      part.shared = held || all.ballot(fits) == all;
       return part;
     };
     row_part part = look();
     if (held) return part;
     forget();
     const uint64_t of = reinterpret_cast<uint64_t>(array_.volume);
-    const uint64_t first = warp::broadcast(all, low, 0);
-    if (warp::broadcast(all, of, 0) == of) row_ = first;
+    const uint64_t first = all.broadcast(low, 0);
+    if (all.broadcast(of, 0) == of) row_ = first;
     const uint64_t own = row_ + warp::lane();
     if (own <= array_.line_of(array_.length - 1)) {
       const cache::place at = cache::probe(array_.geometry, own);
@@ -202,7 +202,7 @@ class cursor {
       }
     }
     // Each lane has acquired the fill of its own line, and loads from all of them.
-    warp::sync(all);
+    all.sync();
     part = look();
     return part;
   }
@@ -213,7 +213,7 @@ class cursor {
   FW_DEVICE bool load_row(uint64_t i, uint64_t stride, uint32_t count, const row_part& used,
                           word (&words)[kCount]) {
     const cache::geometry& g = array_.geometry;
-    const uint32_t all = warp::kFullMask;
+    const lanes all = lanes::all();
     // Offsets from the row's first byte. They fit 32 bits: a line has at most 2 MiB.
     const uint32_t begin =
         (uint32_t(array_.line_of(i) - row_) << g.line_shift) + uint32_t(array_.offset_of(i));
@@ -221,19 +221,19 @@ class cursor {
     for (uint32_t k = 0; k < kCount; k++) {
       const uint32_t offset = begin + k * uint32_t(stride * sizeof(T));
       const uint32_t owner = (offset >> g.line_shift) & (warp::kWarpWidth - 1);
-      const uint32_t way = warp::take(all, way_, owner);
+      const uint32_t way = all.take(way_, owner);
       const char* from = cache::frame_of(g, way) + (offset & uint32_t(cache::line_bytes(g) - 1));
       if (k < count) words[k] = atomic::raw<kAccessBytes>::load(from);
     }
     // The loads, by all lanes, come before the second looks.
     atomic::fence_acquire();
-    warp::sync(all);
+    all.sync();
     bool same = true;
     if (warp::lane() >= used.begin && warp::lane() <= used.end) {
       same = word_ != 0 && still_held();
       if (same) policy::on_hit(g, way_, word_);
     }
-    return warp::ballot(all, same) == all;
+    return all.ballot(same) == all;
   }
 
   // Loads elements of lines in turn: those of one line together, then the second look at its tag,

@@ -17,8 +17,8 @@ struct load_element {
   uint64_t offset;
   typename atomic::raw<kBytes>::type value;
 
-  FW_DEVICE void visit(uint32_t, uint32_t members, uint64_t frame) {
-    if ((members >> warp::lane()) & 1) {
+  FW_DEVICE void visit(lanes, lanes members, uint64_t frame) {
+    if (members.mine()) {
       value = atomic::raw<kBytes>::load(reinterpret_cast<const char*>(frame) + offset);
     }
   }
@@ -31,8 +31,8 @@ struct store_element {
   uint64_t offset;
   typename atomic::raw<kBytes>::type value;
 
-  FW_DEVICE void visit(uint32_t, uint32_t members, uint64_t frame) {
-    if ((members >> warp::lane()) & 1) {
+  FW_DEVICE void visit(lanes, lanes members, uint64_t frame) {
+    if (members.mine()) {
       atomic::raw<kBytes>::store(reinterpret_cast<char*>(frame) + offset, value);
     }
   }
@@ -45,8 +45,8 @@ struct add_to_element {
   uint64_t offset;
   T value;
 
-  FW_DEVICE void visit(uint32_t, uint32_t members, uint64_t frame) {
-    if ((members >> warp::lane()) & 1) {
+  FW_DEVICE void visit(lanes, lanes members, uint64_t frame) {
+    if (members.mine()) {
       value = atomic::add(reinterpret_cast<T*>(reinterpret_cast<char*>(frame) + offset), value);
     }
   }
@@ -56,15 +56,15 @@ struct add_to_element {
 template <typename Op>
 FW_DEVICE_NOINLINE uint32_t access_slow(cache::line_cache* c, cache::volume* v, uint64_t line,
                                         Op& op, bool looked) {
-  const uint32_t mask = active_on(v);
+  const lanes here = active_on(v);
   const cache::geometry g = c->geometry;
   // Lanes that come from different places go one way.
-  looked = !warp::any(mask, !looked);
+  looked = !here.any(!looked);
   cache::tally count;
   const uint32_t status =
-      cache::access<policy>(g, *c, *v, mask, true, line, false, op, count, looked);
-  count.add_kernel_to(*v, mask);
-  warp::sync(mask);
+      cache::access<policy>(g, *c, *v, here, true, line, false, op, count, looked);
+  count.add_kernel_to(*v, here);
+  here.sync();
   return status;
 }
 
@@ -90,18 +90,18 @@ struct loaded_short {
 };
 FW_DEVICE_NOINLINE loaded_short load_short(cache::line_cache* c, cache::volume* v, uint64_t line,
                                            uint64_t offset) {
-  const uint32_t mask = active_on(v);
+  const lanes here = active_on(v);
   const cache::geometry g = c->geometry;
   cache::counters& shard = cache::shard_of(*v);
   const cache::short_way way = cache::short_way_of(*c, *v);
   take_element take = {offset, {}};
-  if (warp::any(mask, warp::match(mask, line) != mask)) return {{}, false};
-  // Of a mask that the compiler knows, collectives are an instruction each.
+  if (here.any(here.match(line) != here)) return {{}, false};
+  // Of a here that the compiler knows, collectives are an instruction each.
   const bool served =
-      mask == warp::kFullMask
-          ? cache::serve_short<policy, true>(g, *c, way, shard, warp::kFullMask, line, take)
-          : cache::serve_short<policy, true>(g, *c, way, shard, mask, line, take);
-  warp::sync(mask);
+      here == lanes::all()
+          ? cache::serve_short<policy, true>(g, *c, way, shard, lanes::all(), line, take)
+          : cache::serve_short<policy, true>(g, *c, way, shard, here, line, take);
+  here.sync();
   return {take.value, served};
 }
 
@@ -178,11 +178,11 @@ FW_DEVICE_NOINLINE several<kBytes, kCount> load_several_slow(cache::line_cache* 
 }
 
 FW_DEVICE_NOINLINE void prefetch_slow(cache::line_cache* c, cache::volume* v, uint64_t line) {
-  const uint32_t mask = active_on(v);
+  const lanes here = active_on(v);
   cache::tally count;
-  cache::prefetch<policy>(*c, *v, mask, true, line, count);
-  count.add_kernel_to(*v, mask);
-  warp::sync(mask);
+  cache::prefetch<policy>(*c, *v, here, true, line, count);
+  count.add_kernel_to(*v, here);
+  here.sync();
 }
 
 }  // namespace detail

@@ -41,22 +41,22 @@ struct copy_piece {
   uint64_t bytes;
   uint64_t buffer;
 
-  FW_DEVICE void visit(uint32_t mask, uint32_t members, uint64_t frame) {
-    copy<kToFrame ? warp::source::kOwn : warp::source::kFrame>(mask, members, frame);
+  FW_DEVICE void visit(lanes here, lanes members, uint64_t frame) {
+    copy<kToFrame ? warp::source::kOwn : warp::source::kFrame>(here, members, frame);
   }
 
   // `line` is the address of the lane's line, in a frame or in the storage.
   template <warp::source kSource>
-  FW_DEVICE void copy(uint32_t mask, uint32_t members, uint64_t line) {
+  FW_DEVICE void copy(lanes here, lanes members, uint64_t line) {
     const uint64_t inside = line + offset;
     const uint64_t to = kToFrame ? inside : buffer;
     const uint64_t from = kToFrame ? buffer : inside;
-    const uint32_t alone = members & warp::ballot(mask, base::is_private(buffer));
+    const lanes alone = members & here.ballot(base::is_private(buffer));
     // Each lane has acquired its own line; now all lanes copy all of them.
-    warp::sync(mask);
-    warp::copy_each<kSource>(mask, members & ~alone, to, from, bytes);
-    if ((alone >> warp::lane()) & 1) warp::copy<kSource>(1u << warp::lane(), to, from, bytes);
-    warp::sync(mask);
+    here.sync();
+    warp::copy_each<kSource>(here, members - alone, to, from, bytes);
+    if (alone.mine()) warp::copy<kSource>(lanes::of(warp::lane()), to, from, bytes);
+    here.sync();
   }
 };
 
@@ -84,23 +84,23 @@ FW_DEVICE bool is_meant(const cache::line_cache& c, const cache::volume& v, cons
   return whole == (which == lines::kWhole);
 }
 
-// Moves each lane's lines. All lanes of `mask`, which is active_on(v), call together. Returns the
+// Moves each lane's lines. All lanes of `here`, which is active_on(v), call together. Returns the
 // lane's first failure.
 template <bool kToFrame, typename Misses = cache::fetch_misses>
-FW_DEVICE_NOINLINE uint32_t move_span(cache::line_cache* c, cache::volume* v, uint32_t mask,
+FW_DEVICE_NOINLINE uint32_t move_span(cache::line_cache* c, cache::volume* v, lanes here,
                                       const span& s, lines which) {
   const cache::geometry& g = c->geometry;
-  const uint32_t lead = kToFrame ? 0 : kSpanLinesAhead / base::popcount(mask);
+  const uint32_t lead = kToFrame ? 0 : kSpanLinesAhead / here.count();
   cache::tally count;
   uint32_t status = 0;
   walk at(g, s);
   walk ahead(g, s);
   ahead.line += s.stride;
   uint32_t asked = 1;  // lines copied or prefetched so far
-  for (uint32_t k = 0; warp::any(mask, at.more()); k++) {
+  for (uint32_t k = 0; here.any(at.more()); k++) {
     // Prefetch `lead` lines at first, then one more for each line copied.
-    for (; lead != 0 && asked <= k + lead && warp::any(mask, ahead.more()); asked++) {
-      cache::prefetch<policy>(*c, *v, mask, ahead.more(), v->line_begin + ahead.line, count);
+    for (; lead != 0 && asked <= k + lead && here.any(ahead.more()); asked++) {
+      cache::prefetch<policy>(*c, *v, here, ahead.more(), v->line_begin + ahead.line, count);
       ahead.line += s.stride;
     }
     const bool wants = at.more() && is_meant(*c, *v, s, at.line, which);
@@ -108,12 +108,12 @@ FW_DEVICE_NOINLINE uint32_t move_span(cache::line_cache* c, cache::volume* v, ui
     const uint64_t global = v->line_begin + at.line;
     const bool whole = wants && op.bytes == cache::bytes_of_line(*c, *v, global);
     const uint32_t got =
-        cache::access<policy>(g, *c, *v, mask, wants, global, whole, op, count, Misses());
+        cache::access<policy>(g, *c, *v, here, wants, global, whole, op, count, Misses());
     if (wants && status == nvme::kSuccess) status = got;
     at.line += s.stride;
   }
-  count.add_kernel_to(*v, mask);
-  warp::sync(mask);
+  count.add_kernel_to(*v, here);
+  here.sync();
   return status;
 }
 

@@ -64,8 +64,8 @@ struct held_line {
 };
 
 // The active lanes that use the same array and table.
-FW_DEVICE uint32_t active_on(const cache::volume* v, const cache::share_table& t) {
-  return warp::match(active_on(v), reinterpret_cast<uint64_t>(t.words));
+FW_DEVICE lanes active_on(const cache::volume* v, const cache::share_table& t) {
+  return active_on(v).match(reinterpret_cast<uint64_t>(t.words));
 }
 
 // Joins the copy of `line` for `count` lanes, or claims its entry for a copy at `buffer`.
@@ -96,22 +96,21 @@ FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::line_c
                                              cache::volume* v, uint64_t line, uint64_t buffer,
                                              bool patient, held_line& held) {
   using cache::share_result;
-  const uint32_t mask = active_on(v, t);
-  const uint32_t group = warp::match(mask, line);
-  const uint32_t leader = base::lowest_bit(group);
-  const bool leads = warp::lane() == leader;
+  const lanes here = active_on(v, t);
+  const lanes group = here.match(line);
+  const uint32_t leader = group.leader();
+  const bool leads = group.leads();
   cache::share_outcome mine = {share_result::kWait, cache::kShareNowhere};
-  if (leads) mine = join_or_claim(t, line, buffer, base::popcount(group), patient);
+  if (leads) mine = join_or_claim(t, line, buffer, group.count(), patient);
   const bool claimed = mine.result == share_result::kClaimed;
   uint32_t status = 0;
-  if (warp::any(mask, claimed)) {
+  if (here.any(claimed)) {
     copy_piece<false> op = {0, claimed ? cache::bytes_of_line(*c, *v, line) : 0, buffer};
     cache::tally count;
-    status = cache::access<policy>(c->geometry, *c, *v, mask, claimed, line, false, op, count);
-    count.add_kernel_to(*v, mask);
+    status = cache::access<policy>(c->geometry, *c, *v, here, claimed, line, false, op, count);
+    count.add_kernel_to(*v, here);
     if (claimed && status == nvme::kSuccess) {
-      cache::share_open(t, mine.entry, line, base::popcount(group) - 1,
-                        base::scope_of(buffer) != 0);
+      cache::share_open(t, mine.entry, line, group.count() - 1, base::scope_of(buffer) != 0);
     } else if (claimed) {
       // Threads that wait for the line then try to fill it, and get the error too.
       cache::share_end(t, mine.entry, line);
@@ -122,10 +121,10 @@ FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::line_c
   uint64_t copy = 0;
   if (leads && status == nvme::kSuccess) copy = atomic::load_plain(&t.copies[mine.entry]).buffer;
   // The leader has acquired the copy for its group.
-  warp::sync(mask);
-  status = warp::take(mask, status, leader);
-  copy = warp::take(mask, copy, leader);
-  const uint32_t entry = warp::take(mask, mine.entry, leader);
+  here.sync();
+  status = here.take(status, leader);
+  copy = here.take(copy, leader);
+  const uint32_t entry = here.take(mine.entry, leader);
   if (status == nvme::kSuccess) held = {line, copy, entry, leads && claimed, false};
   return status;
 }
@@ -134,15 +133,15 @@ FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::line_c
 // Writes a modified copy to the cache if the owner wants to `keep` it.
 FW_DEVICE_NOINLINE uint32_t try_release_line(cache::share_table t, cache::line_cache* c,
                                              cache::volume* v, held_line held, bool keep) {
-  const uint32_t mask = active_on(v, t);
+  const lanes here = active_on(v, t);
   // The loads and stores of all lanes come before the release by one lane for all.
-  warp::sync(mask);
-  const uint32_t users = warp::ballot(mask, !held.owner);
-  const uint32_t stored = warp::ballot(mask, held.stored);
+  here.sync();
+  const lanes users = here.ballot(!held.owner);
+  const lanes stored = here.ballot(held.stored);
   if (!held.owner) {
-    const uint32_t group = warp::match(users, held.entry);
-    if (warp::lane() == base::lowest_bit(group)) {
-      cache::share_drop(t, held.entry, base::popcount(group), (stored & group) != 0);
+    const lanes group = users.match(held.entry);
+    if (group.leads()) {
+      cache::share_drop(t, held.entry, group.count(), bool(stored & group));
     }
   }
   const uint64_t word = held.owner ? cache::share_close(t, held.entry) : 0;
@@ -150,11 +149,11 @@ FW_DEVICE_NOINLINE uint32_t try_release_line(cache::share_table t, cache::line_c
   const bool modified = (word & cache::share::kModified) != 0 || held.stored;
   const bool writes = alone && modified && keep;
   uint32_t status = 0;
-  if (warp::any(mask, writes)) {
+  if (here.any(writes)) {
     copy_piece<true> op = {0, writes ? cache::bytes_of_line(*c, *v, held.line) : 0, held.buffer};
     cache::tally count;
-    status = cache::access<policy>(c->geometry, *c, *v, mask, writes, held.line, writes, op, count);
-    count.add_kernel_to(*v, mask);
+    status = cache::access<policy>(c->geometry, *c, *v, here, writes, held.line, writes, op, count);
+    count.add_kernel_to(*v, here);
   }
   if (!held.owner) return nvme::kSuccess;
   if (!alone) return kShareLater;
@@ -189,7 +188,7 @@ FW_DEVICE_NOINLINE uint32_t try_store_copy(cache::share_table t, cache::line_cac
                                            cache::volume* v, uint64_t line, bool patient,
                                            const store_element<kBytes>& element) {
   using cache::share_result;
-  const uint32_t mask = active_on(v, t);
+  const lanes here = active_on(v, t);
   const cache::share_outcome mine = join_or_claim(t, line, 0, 1, patient);
   if (mine.result == share_result::kJoined) {
     char* copy = reinterpret_cast<char*>(atomic::load_plain(&t.copies[mine.entry]).buffer);
@@ -198,12 +197,12 @@ FW_DEVICE_NOINLINE uint32_t try_store_copy(cache::share_table t, cache::line_cac
   }
   const bool claimed = mine.result == share_result::kClaimed;
   uint32_t status = mine.result == share_result::kJoined ? uint32_t(nvme::kSuccess) : kShareLater;
-  if (warp::any(mask, claimed)) {
+  if (here.any(claimed)) {
     store_element<kBytes> op = element;
     cache::tally count;
     const uint32_t got =
-        cache::access<policy>(c->geometry, *c, *v, mask, claimed, line, false, op, count);
-    count.add_kernel_to(*v, mask);
+        cache::access<policy>(c->geometry, *c, *v, here, claimed, line, false, op, count);
+    count.add_kernel_to(*v, here);
     if (claimed) {
       status = got;
       cache::share_end(t, mine.entry, line);
@@ -425,7 +424,7 @@ namespace warp {
 template <typename T, bool kOn>
 FW_DEVICE uint32_t acquire(fw::shared<T, kOn>& s, uint64_t i, typename array<T>::value_type* own) {
   const uint32_t status = s.acquire(i, own);
-  if constexpr (kOn) sync(kFullMask);
+  if constexpr (kOn) lanes::all().sync();
   return status;
 }
 template <typename T, bool kOn>
@@ -433,11 +432,11 @@ FW_DEVICE uint32_t release(fw::shared<T, kOn>& s) {
   uint32_t status = 0;
   if constexpr (kOn) {
     // Each lane's uses of the line come before any lane's release.
-    sync(kFullMask);
+    lanes::all().sync();
     status = s.release();
-    sync(kFullMask);
-    const uint32_t failed = ballot(kFullMask, status != nvme::kSuccess);
-    if (failed != 0) status = broadcast(kFullMask, status, base::lowest_bit(failed));
+    lanes::all().sync();
+    const lanes failed = lanes::all().ballot(status != nvme::kSuccess);
+    if (failed) status = lanes::all().broadcast(status, failed.leader());
   }
   return status;
 }

@@ -14,38 +14,38 @@ namespace fw {
 
 namespace detail {
 
-// This lane's share of a span that `ranks` groups of lanes divide. The lanes of `mask` are group
+// This lane's share of a span that `ranks` groups of lanes divide. The lanes of `here` are group
 // `rank`.
-FW_DEVICE span dealt(uint32_t mask, span s, uint32_t rank, uint32_t ranks) {
-  const uint32_t lanes = base::popcount(mask);
-  s.first = rank * lanes + warp::rank_in(mask);
+FW_DEVICE span dealt(lanes here, span s, uint32_t rank, uint32_t ranks) {
+  const uint32_t lanes = here.count();
+  s.first = rank * lanes + here.rank();
   s.stride = ranks * lanes;
   return s;
 }
 
-// The status of all lanes of `mask`, which have a span together: the first failure of any of them.
-FW_DEVICE uint32_t status_of_all(uint32_t mask, uint32_t status) {
-  warp::sync(mask);
-  const uint32_t failed = warp::ballot(mask, status != nvme::kSuccess);
-  return failed == 0 ? 0 : warp::broadcast(mask, status, base::lowest_bit(failed));
+// The status of all lanes of `here`, which have a span together: the first failure of any of them.
+FW_DEVICE uint32_t status_of_all(lanes here, uint32_t status) {
+  here.sync();
+  const lanes failed = here.ballot(status != nvme::kSuccess);
+  return !failed ? 0 : here.broadcast(status, failed.leader());
 }
 
-// Moves a span that was dealt to the lanes of `mask`. All of them call together, with the mask by
+// Moves a span that was dealt to the lanes of `here`. All of them call together, with the here by
 // which it was dealt: if the warp came here in two parts with masks of their own, lanes would
 // return before others had moved their shares.
 template <bool kToFrame, typename Misses = cache::fetch_misses>
-FW_DEVICE_NOINLINE uint32_t move_shared(cache::line_cache* c, cache::volume* v, uint32_t mask,
+FW_DEVICE_NOINLINE uint32_t move_shared(cache::line_cache* c, cache::volume* v, lanes here,
                                         const span& s) {
-  return status_of_all(mask, move_span<kToFrame, Misses>(c, v, mask, s, lines::kAll));
+  return status_of_all(here, move_span<kToFrame, Misses>(c, v, here, s, lines::kAll));
 }
 
 // The common part of warp:: and block::.
 template <bool kToFrame, typename T>
-FW_DEVICE uint32_t move_together(const array<T>& a, uint32_t mask, uint64_t i, uint64_t n,
+FW_DEVICE uint32_t move_together(const array<T>& a, lanes here, uint64_t i, uint64_t n,
                                  const void* buffer, uint32_t rank, uint32_t ranks) {
   if (!a.holds(i, n)) return nvme::kLbaOutOfRange;
-  const span s = dealt(mask, a.span_of(i, n, buffer), rank, ranks);
-  return base::opaque(&move_shared<kToFrame>)(a.cache, a.volume, mask, s);
+  const span s = dealt(here, a.span_of(i, n, buffer), rank, ranks);
+  return base::opaque(&move_shared<kToFrame>)(a.cache, a.volume, here, s);
 }
 
 }  // namespace detail
@@ -79,7 +79,7 @@ FW_DEVICE uint32_t read(const array<T>& a, uint64_t i, uint64_t n,
                         typename array<T>::value_type* to) {
   sync();
   const uint32_t status =
-      detail::move_together<false>(a, warp::kFullMask, i, n, to, warp_rank(), warp_count());
+      detail::move_together<false>(a, lanes::all(), i, n, to, warp_rank(), warp_count());
   sync();
   return status;
 }
@@ -90,7 +90,7 @@ FW_DEVICE uint32_t write(const array<T>& a, uint64_t i, uint64_t n,
   static_assert(!array<T>::kReadOnly, "fw::array<const T> is read-only: take an fw::array<T>");
   sync();
   const uint32_t status =
-      detail::move_together<true>(a, warp::kFullMask, i, n, from, warp_rank(), warp_count());
+      detail::move_together<true>(a, lanes::all(), i, n, from, warp_rank(), warp_count());
   sync();
   return status;
 }

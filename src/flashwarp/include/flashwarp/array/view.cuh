@@ -131,7 +131,7 @@ struct array<T, 1> {
 
   // Starts the fill of element `i`'s line and does not wait for it. Past the end it does nothing.
   FW_DEVICE void prefetch(uint64_t i) const {
-    const uint32_t here = warp::active();
+    const lanes here = warp::active();
     const uint64_t line = line_of(i);
     const bool absent = i < length && !fw::cache::probe(geometry, line).found;
     detail::call_for(here, absent,
@@ -164,7 +164,7 @@ struct array<T, 1> {
   FW_DEVICE uint32_t line_mask() const { return (1u << geometry.line_shift) - 1; }
 
   FW_DEVICE value_type load_word(uint64_t i) const {
-    const uint32_t here = warp::active();
+    const lanes here = warp::active();
     const uint64_t line = line_of(i);
     const fw::cache::place at = fw::cache::probe(geometry, line);
     word value = {};
@@ -185,7 +185,7 @@ struct array<T, 1> {
   // Loads a record of one line by the widest words for which it is aligned.
   FW_DEVICE value_type load_record(uint64_t i) const {
     constexpr uint32_t kWords = sizeof(T) / kAccessBytes;
-    const uint32_t here = warp::active();
+    const lanes here = warp::active();
     const uint64_t offset = offset_of(i);
     union record {
       FW_DEVICE record() {}

@@ -1,6 +1,6 @@
 // Warp-cooperative copies between storage memory, cache frames and user buffers.
 //
-// The lanes of `mask` divide one copy, by the widest accesses that source, target and length allow.
+// The lanes of `here` divide one copy, by the widest accesses that source, target and length allow.
 // Frames are read and written with relaxed atomics (see atomic.cuh).
 #pragma once
 
@@ -33,14 +33,14 @@ FW_DEVICE void store_word(char* to, typename atomic::raw<kBytes>::type value) {
 }
 
 template <uint32_t kBytes, source kSource>
-FW_DEVICE void copy_words(uint32_t mask, char* target, const char* origin, uint64_t bytes) {
+FW_DEVICE void copy_words(lanes here, char* target, const char* origin, uint64_t bytes) {
   const uint64_t words = bytes / kBytes;
-  const uint32_t lanes = base::popcount(mask);
-  const uint64_t step = uint64_t(lanes) * kBytes;
-  uint64_t w = rank_in(mask);
+  const uint32_t width = here.count();
+  const uint64_t step = uint64_t(width) * kBytes;
+  uint64_t w = here.rank();
   // Whole rounds have no condition inside, which would make each load wait for the one before.
-  for (; w - rank_in(mask) + uint64_t(lanes) * kCopyUnroll <= words;
-       w += uint64_t(lanes) * kCopyUnroll) {
+  for (; w - here.rank() + uint64_t(width) * kCopyUnroll <= words;
+       w += uint64_t(width) * kCopyUnroll) {
     typename atomic::raw<kBytes>::type values[kCopyUnroll];
     FW_UNROLL
     for (uint32_t u = 0; u < kCopyUnroll; u++) {
@@ -51,7 +51,7 @@ FW_DEVICE void copy_words(uint32_t mask, char* target, const char* origin, uint6
       store_word<kBytes, kSource>(target + w * kBytes + u * step, values[u]);
     }
   }
-  for (; w < words; w += lanes) {
+  for (; w < words; w += width) {
     store_word<kBytes, kSource>(target + w * kBytes,
                                 load_word<kBytes, kSource>(origin + w * kBytes));
   }
@@ -61,25 +61,25 @@ FW_DEVICE void copy_words(uint32_t mask, char* target, const char* origin, uint6
 // widest access that source, target and length allow. So it copies an element of up to 8 bytes that
 // is aligned on both sides in one access, and never takes parts of it from two stores.
 template <source kSource>
-FW_DEVICE_NOINLINE void copy_narrow(uint32_t mask, char* to, const char* from, uint64_t bytes) {
+FW_DEVICE_NOINLINE void copy_narrow(lanes here, char* to, const char* from, uint64_t bytes) {
   const uint64_t all = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | bytes;
   if (all % 8 == 0) {
-    copy_words<8, kSource>(mask, to, from, bytes);
+    copy_words<8, kSource>(here, to, from, bytes);
   } else if (all % 4 == 0) {
-    copy_words<4, kSource>(mask, to, from, bytes);
+    copy_words<4, kSource>(here, to, from, bytes);
   } else if (all % 2 == 0) {
-    copy_words<2, kSource>(mask, to, from, bytes);
+    copy_words<2, kSource>(here, to, from, bytes);
   } else {
-    copy_words<1, kSource>(mask, to, from, bytes);
+    copy_words<1, kSource>(here, to, from, bytes);
   }
 }
 
 // Copies `bytes` from `origin` to `target`; the ranges must not overlap.
 template <source kSource>
-FW_DEVICE void copy(uint32_t mask, uint64_t target, uint64_t origin, uint64_t bytes) {
+FW_DEVICE void copy(lanes here, uint64_t target, uint64_t origin, uint64_t bytes) {
   if constexpr (kSource == source::kStream) {
-    const bool staged = target % 16 == 0 && is_staged(mask, origin, bytes);
-    if (staged && copy_staged(mask, target, origin, bytes)) return;
+    const bool staged = target % 16 == 0 && is_staged(here, origin, bytes);
+    if (staged && copy_staged(here, target, origin, bytes)) return;
   }
   char* to = reinterpret_cast<char*>(target);
   const char* from = reinterpret_cast<const char*>(origin);
@@ -87,20 +87,19 @@ FW_DEVICE void copy(uint32_t mask, uint64_t target, uint64_t origin, uint64_t by
   uint64_t done = 0;
   if ((target | origin) % 16 == 0) {
     done = bytes & ~uint64_t(15);
-    copy_words<16, kSource>(mask, to, from, done);
+    copy_words<16, kSource>(here, to, from, done);
   }
-  if (done != bytes) copy_narrow<kSource>(mask, to + done, from + done, bytes - done);
+  if (done != bytes) copy_narrow<kSource>(here, to + done, from + done, bytes - done);
 }
 
-// Copies for each lane of `members` its own `bytes` from `origin` to `target`. All lanes of `mask`
+// Copies for each lane of `members` its own `bytes` from `origin` to `target`. All lanes of `here`
 // copy together, for one member after the other.
 template <source kSource>
-FW_DEVICE void copy_each(uint32_t mask, uint32_t members, uint64_t target, uint64_t origin,
+FW_DEVICE void copy_each(lanes here, lanes members, uint64_t target, uint64_t origin,
                          uint64_t bytes) {
-  for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
-    const uint32_t member = base::lowest_bit(rest);
-    copy<kSource>(mask, broadcast(mask, target, member), broadcast(mask, origin, member),
-                  broadcast(mask, bytes, member));
+  for (const uint32_t member : members) {
+    copy<kSource>(here, here.broadcast(target, member), here.broadcast(origin, member),
+                  here.broadcast(bytes, member));
   }
 }
 

@@ -124,9 +124,18 @@ typedef unsigned long long uintptr_t;
 #if !defined(FW_WARP_WIDTH)
 #define FW_WARP_WIDTH 1
 #endif
+#else
+// The line of a caller, which only the simulator wants to know.
+#define FW_SITE [[maybe_unused]] ::fw::base::site at = {}
 #endif
 
 namespace fw::base {
+
+#if defined(FW_SIMULATOR)
+using site = simulator::site;
+#else
+struct site {};
+#endif
 
 template <typename T>
 struct without_const {

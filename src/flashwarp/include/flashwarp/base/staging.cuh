@@ -118,18 +118,18 @@ FW_DEVICE void store_piece_together(char* to, uint32_t from) {
   for (uint32_t u = 0; u < kWords; u++) word::store(to + mine + u * kStep, values[u]);
 }
 
-// Stores one piece to the frame, by all lanes of the mask.
-FW_DEVICE void store_piece(uint32_t mask, char* to, uint32_t from, uint32_t bytes) {
+// Stores one piece to the frame, by all lanes of `here`.
+FW_DEVICE void store_piece(lanes here, char* to, uint32_t from, uint32_t bytes) {
   using word = atomic::raw<16>;
-  if (mask == kFullMask && bytes == kPieceBytes) return store_piece_together(to, from);
-  const uint32_t step = base::popcount(mask) * 16;
+  if (here == lanes::all() && bytes == kPieceBytes) return store_piece_together(to, from);
+  const uint32_t step = here.count() * 16;
   uint32_t at = 0;
   if (step == 16) {
     _Pragma("unroll 1") for (; at + kPartBytes <= bytes; at += kPartBytes) {
       store_part_alone(to + at, from + at);
     }
   }
-  for (at += rank_in(mask) * 16; at < bytes; at += step) {
+  for (at += here.rank() * 16; at < bytes; at += step) {
     word::store(to + at, load_shared(from + at));
   }
 }
@@ -164,8 +164,8 @@ FW_DEVICE void end_barriers() {
 
 // Whether a copy from `origin` to a frame is the faster way through the buffer, which needs that
 // all are aligned. Frames are.
-FW_DEVICE bool is_staged(uint32_t mask, uint64_t origin, uint64_t bytes) {
-  return base::popcount(mask) <= kStagingLanes && (origin | bytes) % 16 == 0 && bytes >= 256;
+FW_DEVICE bool is_staged(lanes here, uint64_t origin, uint64_t bytes) {
+  return here.count() <= kStagingLanes && (origin | bytes) % 16 == 0 && bytes >= 256;
 }
 
 // Tries to take the block's buffer, by the leader. A fence_acquire() follows: the last user's loads
@@ -173,17 +173,16 @@ FW_DEVICE bool is_staged(uint32_t mask, uint64_t origin, uint64_t bytes) {
 FW_DEVICE bool try_buffer() { return atomic::or_relaxed(staging::lock_of_block(), 1) == 0; }
 
 // Takes the block's buffer for a copy, by at most `tries`. Returns false if it did not come free.
-FW_DEVICE bool take_buffer(uint32_t mask, uint32_t tries) {
-  const uint32_t leader = base::lowest_bit(mask);
+FW_DEVICE bool take_buffer(lanes here, uint32_t tries) {
   bool got = false;
-  if (lane() == leader) {
+  if (here.leads()) {
     for (uint32_t k = 0; k < tries && !got; k++) {
       if (k != 0) base::pause(200);
       // Acquire: the last user's loads from the buffer are over.
       got = atomic::or_acquire(staging::lock_of_block(), 1) == 0;
     }
   }
-  return broadcast(mask, got, leader);
+  return here.broadcast(got);
 }
 // Gives the buffer back, by the leader, and behind a fence: our loads from the buffer are over.
 FW_DEVICE void give_buffer() { atomic::store_relaxed(staging::lock_of_block(), uint32_t(0)); }
@@ -207,27 +206,27 @@ FW_DEVICE void begin_staged(uint64_t origin, uint64_t bytes, bool changes) {
 // Stores what was fetched to the frame, and fetches the rest of longer lines. `take.piece(at,
 // from)` gets each piece: its first byte in the line, and its address in shared memory.
 template <typename Take>
-FW_DEVICE void end_staged(uint32_t mask, uint64_t target, uint64_t origin, uint64_t bytes,
+FW_DEVICE void end_staged(lanes here, uint64_t target, uint64_t origin, uint64_t bytes,
                           Take& take) {
-  const bool leads = lane() == base::lowest_bit(mask);
+  const bool leads = here.leads();
   const uint32_t end = uint32_t(bytes);
   for (uint32_t at = 0; at < end; at += kPieceBytes) {
     staging::wait_for_piece(at);
     const uint32_t rest = end - at;
     take.piece(at, staging::piece_of(at));
-    staging::store_piece(mask, reinterpret_cast<char*>(target) + at, staging::piece_of(at),
+    staging::store_piece(here, reinterpret_cast<char*>(target) + at, staging::piece_of(at),
                          rest < kPieceBytes ? rest : kPieceBytes);
     const uint32_t next = at + kPieces * kPieceBytes;
     if (next >= end) continue;
     // All lanes have loaded the piece before another takes its place.
-    sync(mask);
+    here.sync();
     if (leads) {
       staging::fence_buffer();
       staging::fetch(origin, next, end);
     }
   }
   // No lane waits any more.
-  sync(mask);
+  here.sync();
   if (leads) staging::end_barriers();
 }
 
@@ -237,28 +236,27 @@ FW_DEVICE void load_staged(atomic::word16& value, uint64_t offset, uint32_t from
 }
 
 // Ends a copy that has no frame: waits until nothing more comes.
-FW_DEVICE_NOINLINE void cancel_staged(uint32_t mask, uint64_t bytes) {
+FW_DEVICE_NOINLINE void cancel_staged(lanes here, uint64_t bytes) {
   const uint32_t end = uint32_t(bytes);
   for (uint32_t at = 0; at < end && at < kPieces * kPieceBytes; at += kPieceBytes) {
     staging::wait_for_piece(at);
   }
-  sync(mask);
-  if (lane() == base::lowest_bit(mask)) staging::end_barriers();
+  here.sync();
+  if (here.leads()) staging::end_barriers();
 }
 
 // Copies `bytes` from global memory to a frame, by few lanes. Returns false, and copies nothing, if
 // the block's buffer did not come free.
-FW_DEVICE_NOINLINE bool copy_staged(uint32_t mask, uint64_t target, uint64_t origin,
-                                    uint64_t bytes) {
+FW_DEVICE_NOINLINE bool copy_staged(lanes here, uint64_t target, uint64_t origin, uint64_t bytes) {
   struct {
     FW_DEVICE void piece(uint32_t, uint32_t) {}
   } nothing;
-  if (!take_buffer(mask, kStagingTries)) return false;
-  if (lane() == base::lowest_bit(mask)) begin_staged(origin, bytes, true);
+  if (!take_buffer(here, kStagingTries)) return false;
+  if (here.leads()) begin_staged(origin, bytes, true);
   // The barriers are there before any lane waits at them.
-  sync(mask);
-  end_staged(mask, target, origin, bytes, nothing);
-  if (lane() == base::lowest_bit(mask)) {
+  here.sync();
+  end_staged(here, target, origin, bytes, nothing);
+  if (here.leads()) {
     atomic::fence();
     give_buffer();
   }
@@ -268,15 +266,15 @@ FW_DEVICE_NOINLINE bool copy_staged(uint32_t mask, uint64_t target, uint64_t ori
 #else
 
 inline constexpr bool kHasStaging = false;
-FW_DEVICE constexpr bool is_staged(uint32_t, uint64_t, uint64_t) { return false; }
+FW_DEVICE constexpr bool is_staged(lanes, uint64_t, uint64_t) { return false; }
 FW_DEVICE constexpr bool try_buffer() { return false; }
 FW_DEVICE constexpr void give_buffer() {}
 FW_DEVICE constexpr void begin_staged(uint64_t, uint64_t, bool) {}
 template <typename Take>
-FW_DEVICE constexpr void end_staged(uint32_t, uint64_t, uint64_t, uint64_t, Take&) {}
-FW_DEVICE constexpr void cancel_staged(uint32_t, uint64_t) {}
+FW_DEVICE constexpr void end_staged(lanes, uint64_t, uint64_t, uint64_t, Take&) {}
+FW_DEVICE constexpr void cancel_staged(lanes, uint64_t) {}
 FW_DEVICE void load_staged(atomic::word16&, uint64_t, uint32_t) {}
-FW_DEVICE constexpr bool copy_staged(uint32_t, uint64_t, uint64_t, uint64_t) { return false; }
+FW_DEVICE constexpr bool copy_staged(lanes, uint64_t, uint64_t, uint64_t) { return false; }
 
 #endif
 

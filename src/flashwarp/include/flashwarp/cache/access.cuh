@@ -5,7 +5,7 @@
 // another warp fills the lane's line, the lane tries again later and helps meanwhile. The same
 // operation `Op` runs on resident frames and on frames that this warp has just filled:
 //   static constexpr bool kStores;   whether it writes the frame
-//   void visit(mask, members, frame) does the work of the lanes in `members`; `frame` is the
+//   void visit(here, members, frame) does the work of the lanes in `members`; `frame` is the
 //                                    address of the lane's own frame. All lanes call it. It may run
 //                                    again after a lost race.
 #pragma once
@@ -18,15 +18,15 @@ namespace fw::cache {
 
 // Serves the lanes whose line is resident. Returns the lanes that it served.
 template <typename Policy, typename Op>
-FW_DEVICE uint32_t serve_hits(const geometry& g, uint32_t mask, const place& at, Op& op) {
+FW_DEVICE lanes serve_hits(const geometry& g, lanes here, const place& at, Op& op) {
   uint64_t* word = &g.tags[at.way];
   bool usable = at.found;
   if constexpr (Op::kStores) usable = usable && try_pin(word, tag::identity_of(at.word));
-  const uint32_t hits = warp::ballot(mask, usable);
-  if (hits == 0) return 0;
-  op.visit(mask, hits, reinterpret_cast<uint64_t>(frame_of(g, at.way)));
+  const lanes hits = here.ballot(usable);
+  if (!hits) return {};
+  op.visit(here, hits, reinterpret_cast<uint64_t>(frame_of(g, at.way)));
   if constexpr (Op::kStores) {
-    warp::sync(mask);
+    here.sync();
     if (usable) {
       unpin(word, true);
       Policy::on_hit(g, at.way, at.word);
@@ -37,10 +37,10 @@ FW_DEVICE uint32_t serve_hits(const geometry& g, uint32_t mask, const place& at,
     // at the tag. What `visit` stores is for the caller, who publishes it with a release of its
     // own.
     atomic::fence_acquire();
-    warp::sync(mask);
+    here.sync();
     const bool served = usable && still_holds(g, at.way, at.word);
     if (served) Policy::on_hit(g, at.way, at.word);
-    return warp::ballot(mask, served);
+    return here.ballot(served);
   }
 }
 
@@ -54,11 +54,11 @@ struct miss_outcome {
 // Writes the lines of `members`, which this warp has stored to, from frames that are BUSY, and
 // empties these. Returns the lane's status. A line that could not be written keeps its frame: it is
 // dirty then, as after any write-back.
-FW_DEVICE uint32_t pass_lines(line_cache& c, volume& v, uint32_t mask, uint32_t members,
+FW_DEVICE uint32_t pass_lines(line_cache& c, volume& v, lanes here, lanes members,
                               const transfer& t, uint64_t busy_word) {
-  const bool mine = (members >> warp::lane()) & 1;
+  const bool mine = members.mine();
   if (mine) count_write(c, v, t);
-  const uint32_t status = move_lines(c, v, mask, members, nvme::kWrite, t);
+  const uint32_t status = move_lines(c, v, here, members, nvme::kWrite, t);
   if (!mine) return nvme::kSuccess;
   if (status == nvme::kSuccess) {
     abandon_fill(c, t.way, busy_word);
@@ -72,48 +72,48 @@ FW_DEVICE uint32_t pass_lines(line_cache& c, volume& v, uint32_t mask, uint32_t 
 // that want this line are served from it before it is published. If `kPasses`, the line only passes
 // through its frame: it is in the storage when this returns, and the frame is empty.
 template <bool kPasses, typename Policy, typename Op>
-FW_DEVICE miss_outcome serve_by_claims(line_cache& c, volume& v, uint32_t mask, uint32_t missing,
+FW_DEVICE miss_outcome serve_by_claims(line_cache& c, volume& v, lanes here, lanes missing,
                                        uint64_t line, bool whole, Op& op, tally& count,
                                        purpose why) {
   const uint32_t lane = warp::lane();
-  const bool misses = (missing >> lane) & 1;
-  const uint32_t group = misses ? warp::match(missing, line) : 0;
-  const uint32_t leader = misses ? base::lowest_bit(group) : lane;
+  const bool misses = missing.mine();
+  const lanes group = misses ? missing.match(line) : lanes();
+  const uint32_t leader = misses ? group.leader() : lane;
   // The line need not be read only if all lanes of the group overwrite it whole.
-  const uint32_t wholes = warp::ballot(mask, misses && whole);
+  const lanes wholes = here.ballot(misses && whole);
   const bool overwrite = Op::kStores && (wholes & group) == group;
   const geometry g = c.geometry;
-  const plain_source source = plain_source_of(c, v, mask, line);
-  uint32_t kept;
+  const plain_source source = plain_source_of(c, v, here, line);
+  lanes kept;
   const claim mine =
-      claim_lines<Policy>(c, g, mask, misses && leader == lane, line, why, !overwrite, kept);
+      claim_lines<Policy>(c, g, here, misses && leader == lane, line, why, !overwrite, kept);
 
-  const uint32_t ahead = warp::ballot(mask, mine.has_dirty);
-  if (ahead != 0) {
-    write_back(c, v, mask, ahead, {tag::line_of(mine.dirty_word), mine.dirty_way}, true);
+  const lanes ahead = here.ballot(mine.has_dirty);
+  if (ahead) {
+    write_back(c, v, here, ahead, {tag::line_of(mine.dirty_word), mine.dirty_way}, true);
   }
   const bool claimed = misses && leader == lane && mine.result == claim_result::kClaimed;
-  const uint32_t claims = warp::ballot(mask, claimed);
-  const uint32_t fills = warp::ballot(mask, claimed && !overwrite) & ~kept;
+  const lanes claims = here.ballot(claimed);
+  const lanes fills = here.ballot(claimed && !overwrite) - kept;
   uint32_t status = 0;
-  if (fills != 0) {
-    uint32_t left = fills;
-    if (!warp::any(mask, !source.open)) {
+  if (fills) {
+    lanes left = fills;
+    if (!here.any(!source.open)) {
       const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(g, mine.way));
-      left = read_frames(*source.queue, mask, fills, fills, frame, source.address, source.bytes);
+      left = read_frames(*source.queue, here, fills, fills, frame, source.address, source.bytes);
     }
-    if (left != 0) {
-      const uint32_t got = move_lines(c, v, mask, left, nvme::kRead, {line, mine.way});
-      if ((left >> lane) & 1) status = got;
+    if (left) {
+      const uint32_t got = move_lines(c, v, here, left, nvme::kRead, {line, mine.way});
+      if (left.mine()) status = got;
     }
   }
   // Each lane gets its leader's frame and status.
-  const bool led = misses && ((claims >> leader) & 1) != 0;
-  const uint64_t way = warp::take(mask, mine.way, leader);
-  uint32_t outcome = warp::take(mask, status, leader);
-  const uint32_t members = warp::ballot(mask, led && outcome == nvme::kSuccess);
-  if (members != 0) op.visit(mask, members, reinterpret_cast<uint64_t>(frame_of(g, way)));
-  warp::sync(mask);
+  const bool led = misses && claims.has(leader);
+  const uint64_t way = here.take(mine.way, leader);
+  uint32_t outcome = here.take(status, leader);
+  const lanes members = here.ballot(led && outcome == nvme::kSuccess);
+  if (members) op.visit(here, members, reinterpret_cast<uint64_t>(frame_of(g, way)));
+  here.sync();
   if (claimed) {
     if (status == nvme::kSuccess) {
       if (!kPasses) publish_fill(c, mine.way, mine.word, Op::kStores);
@@ -126,20 +126,20 @@ FW_DEVICE miss_outcome serve_by_claims(line_cache& c, volume& v, uint32_t mask, 
     }
   }
   if constexpr (kPasses) {
-    const uint32_t passing = warp::ballot(mask, claimed && status == nvme::kSuccess);
-    if (passing != 0) {
-      const uint32_t got = pass_lines(c, v, mask, passing, {line, mine.way}, mine.word);
-      if ((passing >> lane) & 1) status = got;
-      outcome = warp::take(mask, status, leader);
+    const lanes passing = here.ballot(claimed && status == nvme::kSuccess);
+    if (passing) {
+      const uint32_t got = pass_lines(c, v, here, passing, {line, mine.way}, mine.word);
+      if (passing.mine()) status = got;
+      outcome = here.take(status, leader);
     }
   }
 
   // The claim gave a dirty victim: clean it, and claim the frame at the next try.
   const bool cleans = misses && leader == lane && mine.result == claim_result::kDirty;
-  const uint32_t dirty = warp::ballot(mask, cleans);
+  const lanes dirty = here.ballot(cleans);
   uint32_t failure = 0;
-  if (dirty != 0) {
-    failure = write_back(c, v, mask, dirty, {tag::line_of(mine.word), mine.way}, false);
+  if (dirty) {
+    failure = write_back(c, v, here, dirty, {tag::line_of(mine.word), mine.way}, false);
     failure = cleans ? failure : 0;
     // The error is in the record of the victim's volume. If `v` has another record, it needs the
     // error too, because this access fails.
@@ -147,23 +147,22 @@ FW_DEVICE miss_outcome serve_by_claims(line_cache& c, volume& v, uint32_t mask, 
       record_error(v, failure, nvme::kWrite, line);
     }
   }
-  const uint32_t lost = warp::take(mask, failure, leader);
+  const uint32_t lost = here.take(failure, leader);
 
-  count.misses += base::popcount(warp::ballot(mask, led));
-  count.evictions += base::popcount(warp::ballot(mask, claimed && mine.evicted));
-  count.bytes_read += uint64_t(base::popcount(fills)) << c.geometry.line_shift;
-  count.tier_hits += base::popcount(kept);
-  count.tier_lines += base::popcount(warp::ballot(mask, mine.tier_to != kNoTierWay));
-  const bool found = warp::any(mask, misses && mine.result == claim_result::kHit);
+  count.misses += here.ballot(led).count();
+  count.evictions += here.ballot(claimed && mine.evicted).count();
+  count.bytes_read += uint64_t(fills.count()) << c.geometry.line_shift;
+  count.tier_hits += kept.count();
+  count.tier_lines += here.ballot(mine.tier_to != kNoTierWay).count();
+  const bool found = here.any(misses && mine.result == claim_result::kHit);
   const uint32_t error = led ? outcome : (misses ? lost : 0);
-  return {led || error != 0, (claims | dirty) != 0 || found, error};
+  return {led || error != 0, bool(claims | dirty) || found, error};
 }
 
 template <typename Policy, typename Op>
-FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t mask,
-                                             uint32_t missing, uint64_t line, bool whole, Op& op,
-                                             tally& count) {
-  return serve_by_claims<false, Policy>(c, v, mask, missing, line, whole, op, count, purpose::kUse);
+FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, lanes here, lanes missing,
+                                             uint64_t line, bool whole, Op& op, tally& count) {
+  return serve_by_claims<false, Policy>(c, v, here, missing, line, whole, op, count, purpose::kUse);
 }
 
 // How many steps of a wait a line that passes through a set gives others that do. It then takes a
@@ -171,11 +170,11 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t 
 inline constexpr uint32_t kPassingTries = 1 << 14;
 
 template <typename Policy, typename Op>
-FW_DEVICE_NOINLINE miss_outcome pass_misses_through(line_cache& c, volume& v, uint32_t mask,
-                                                    uint32_t missing, uint64_t line, bool whole,
+FW_DEVICE_NOINLINE miss_outcome pass_misses_through(line_cache& c, volume& v, lanes here,
+                                                    lanes missing, uint64_t line, bool whole,
                                                     Op& op, tally& count, uint32_t step) {
   const purpose why = step < kPassingTries ? purpose::kPass : purpose::kUse;
-  return serve_by_claims<true, Policy>(c, v, mask, missing, line, whole, op, count, why);
+  return serve_by_claims<true, Policy>(c, v, here, missing, line, whole, op, count, why);
 }
 
 // The status of a lane whose access was deferred. NVMe statuses have 15 bits.
@@ -186,7 +185,7 @@ struct fetch_misses {
   static constexpr bool kDefers = false;
   static constexpr bool kPasses = false;
   FW_DEVICE static constexpr bool allowed() { return false; }
-  FW_DEVICE static constexpr bool defer(uint32_t) { return false; }
+  FW_DEVICE static constexpr bool defer(lanes) { return false; }
 };
 
 // What it does for a store that leaves the line in the storage and no frame to it.
@@ -197,62 +196,62 @@ struct pass_misses : fetch_misses {
 // `serve_misses`, if `misses` does not take the lanes of `rest`. One call for both, so that the
 // loop over hits has one slow path.
 template <typename Policy, typename Op, typename Misses>
-FW_DEVICE_NOINLINE miss_outcome defer_misses(line_cache& c, volume& v, uint32_t mask,
-                                             uint32_t missing, uint64_t line, bool whole, Op& op,
-                                             tally& count, uint32_t rest, const Misses& misses) {
-  if (rest != 0 && misses.defer(rest)) {
-    return {((rest >> warp::lane()) & 1) != 0, true, kDeferred};
+FW_DEVICE_NOINLINE miss_outcome defer_misses(line_cache& c, volume& v, lanes here, lanes missing,
+                                             uint64_t line, bool whole, Op& op, tally& count,
+                                             lanes rest, const Misses& misses) {
+  if (rest && misses.defer(rest)) {
+    return {rest.mine(), true, kDeferred};
   }
-  if (missing == 0) return {false, false, 0};
-  return serve_misses<Policy>(c, v, mask, missing, line, whole, op, count);
+  if (!missing) return {false, false, 0};
+  return serve_misses<Policy>(c, v, here, missing, line, whole, op, count);
 }
 
-// Runs `op` on the frame of `line` for each lane that `wants`. All lanes of `mask` call together.
+// Runs `op` on the frame of `line` for each lane that `wants`. All lanes of `here` call together.
 // `g` is the cache's geometry; callers that have it in constant memory pass that copy. `looked`
 // says that all lanes have just looked for their lines in vain: they claim frames at once, because
 // the claim looks again. Returns the lane's NVMe status: kSuccess, or the error that is also in the
 // volume's error record. If `misses.allowed()`, `misses.defer(lanes)` may take the lanes that are
 // not served, and returns true. Their status is then kDeferred.
 template <typename Policy, typename Op, typename Misses>
-FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t mask, bool wants,
+FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, lanes here, bool wants,
                           uint64_t line, bool whole, Op& op, tally& count, const Misses& misses,
                           bool looked = false) {
   nvme::deadline limit(v.queues[0].data);
   uint32_t step = 0;
   uint32_t status = 0;
   bool pending = wants;
-  while (warp::any(mask, pending)) {
+  while (here.any(pending)) {
     place at = {0, 0, false};
     bool busy = false;
-    uint32_t hits = 0;
+    lanes hits;
     if (!looked) {
       if (pending) at = probe(g, line, busy);
-      hits = serve_hits<Policy>(g, mask, at, op);
+      hits = serve_hits<Policy>(g, here, at, op);
     }
     looked = false;
-    count.hits += base::popcount(hits);
-    if ((hits >> warp::lane()) & 1) pending = false;
+    count.hits += hits.count();
+    if (hits.mine()) pending = false;
     // Make no claim for a line that is being filled: it would lock the set and find it BUSY again.
-    const uint32_t missing = warp::ballot(mask, pending && !at.found && !busy);
+    const lanes missing = here.ballot(pending && !at.found && !busy);
     // Lanes that would wait for a fill, their own or another warp's. Lines that are overwritten
     // whole need none.
-    const uint32_t rest = misses.allowed() ? warp::ballot(mask, pending && !whole) : 0;
-    bool moved = hits != 0;
-    if ((missing | rest) != 0) {
+    const lanes rest = misses.allowed() ? here.ballot(pending && !whole) : lanes();
+    bool moved = hits.bits() != 0;
+    if (missing | rest) {
       // Pass the addresses of copies, so that `op` and `misses` themselves stay in registers.
       Op cold = op;
       tally events;
       miss_outcome out;
       if constexpr (Misses::kDefers) {
         const Misses late = misses;
-        out = base::opaque(&defer_misses<Policy, Op, Misses>)(c, v, mask, missing, line, whole,
+        out = base::opaque(&defer_misses<Policy, Op, Misses>)(c, v, here, missing, line, whole,
                                                               cold, events, rest, late);
       } else if constexpr (Misses::kPasses) {
-        out = base::opaque(&pass_misses_through<Policy, Op>)(c, v, mask, missing, line, whole, cold,
+        out = base::opaque(&pass_misses_through<Policy, Op>)(c, v, here, missing, line, whole, cold,
                                                              events, step);
       } else {
         out =
-            base::opaque(&serve_misses<Policy, Op>)(c, v, mask, missing, line, whole, cold, events);
+            base::opaque(&serve_misses<Policy, Op>)(c, v, here, missing, line, whole, cold, events);
       }
       op = cold;
       count.add(events);
@@ -260,52 +259,52 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t 
       if (out.served) status = out.status;
       moved = moved || out.moved;
     }
-    if (moved || !warp::any(mask, pending)) continue;
+    if (moved || !here.any(pending)) continue;
     // After one wait of a volume ran out of time, its later waits end at once.
-    if (warp::any(mask, limit.passed() || has_failed(v))) {
+    if (here.any(limit.passed() || has_failed(v))) {
       atomic::store_relaxed(&failure_mark(v), 1u);
       if (!pending) return status;
       record_error(v, nvme::kTimedOut, nvme::kRead, line);
       return nvme::kTimedOut;
     }
-    base::opaque (&help_any)(c, v, mask, step++);
+    base::opaque (&help_any)(c, v, here, step++);
   }
   return status;
 }
 
 template <typename Policy, typename Op>
-FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t mask, bool wants,
+FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, lanes here, bool wants,
                           uint64_t line, bool whole, Op& op, tally& count, bool looked = false) {
   const fetch_misses misses;
-  return access<Policy>(g, c, v, mask, wants, line, whole, op, count, misses, looked);
+  return access<Policy>(g, c, v, here, wants, line, whole, op, count, misses, looked);
 }
 
 // Claims a frame for the line of each lane that `asks`, and starts its fill. Returns whether the
 // lane's claim found its set locked, or its line being filled.
 template <typename Policy>
-FW_DEVICE bool start_fills(line_cache& c, volume& v, uint32_t mask, bool asks, uint64_t line,
+FW_DEVICE bool start_fills(line_cache& c, volume& v, lanes here, bool asks, uint64_t line,
                            tally& count) {
   const geometry g = c.geometry;
-  uint32_t kept;
-  const claim mine = claim_lines<Policy>(c, g, mask, asks, line, purpose::kPrefetch, true, kept);
+  lanes kept;
+  const claim mine = claim_lines<Policy>(c, g, here, asks, line, purpose::kPrefetch, true, kept);
   // Start cleaning a dirty victim. A later call fills the line.
   const bool victim = mine.result == claim_result::kDirty;
-  const uint32_t dirty = warp::ballot(mask, victim || mine.has_dirty);
-  if (dirty != 0) {
+  const lanes dirty = here.ballot(victim || mine.has_dirty);
+  if (dirty) {
     const uint64_t word = victim ? mine.word : mine.dirty_word;
-    write_back(c, v, mask, dirty, {tag::line_of(word), victim ? mine.way : mine.dirty_way}, true);
+    write_back(c, v, here, dirty, {tag::line_of(word), victim ? mine.way : mine.dirty_way}, true);
   }
-  if ((kept >> warp::lane()) & 1) publish_fill(c, mine.way, mine.word, false);
-  const uint32_t claims = warp::ballot(mask, mine.result == claim_result::kClaimed);
-  const uint32_t fills = claims & ~kept;
-  if (fills != 0) {
-    move_lines_detached(c, v, mask, fills, nvme::kRead, {line, mine.way});
+  if (kept.mine()) publish_fill(c, mine.way, mine.word, false);
+  const lanes claims = here.ballot(mine.result == claim_result::kClaimed);
+  const lanes fills = claims - kept;
+  if (fills) {
+    move_lines_detached(c, v, here, fills, nvme::kRead, {line, mine.way});
   }
-  count.misses += base::popcount(claims);
-  count.evictions += base::popcount(warp::ballot(mask, mine.evicted));
-  count.bytes_read += uint64_t(base::popcount(fills)) << c.geometry.line_shift;
-  count.tier_hits += base::popcount(kept);
-  count.tier_lines += base::popcount(warp::ballot(mask, mine.tier_to != kNoTierWay));
+  count.misses += claims.count();
+  count.evictions += here.ballot(mine.evicted).count();
+  count.bytes_read += uint64_t(fills.count()) << c.geometry.line_shift;
+  count.tier_hits += kept.count();
+  count.tier_lines += here.ballot(mine.tier_to != kNoTierWay).count();
   return asks && mine.result == claim_result::kBusy;
 }
 
@@ -314,17 +313,17 @@ FW_DEVICE bool start_fills(line_cache& c, volume& v, uint32_t mask, bool asks, u
 inline constexpr uint32_t kPrefetchTries = 4;
 
 // Starts the fill of each lane's line, if the line is absent and a frame is free. Waits for ring
-// space only. In place the line is there when this returns. All lanes of `mask` call together.
+// space only. In place the line is there when this returns. All lanes of `here` call together.
 template <typename Policy>
-FW_DEVICE_NOINLINE void prefetch(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
+FW_DEVICE_NOINLINE void prefetch(line_cache& c, volume& v, lanes here, bool wants, uint64_t line,
                                  tally& count) {
   bool busy;
   const bool absent = wants && !probe(c.geometry, line, busy).found && !busy;
-  const uint32_t missing = warp::ballot(mask, absent);
-  if (missing == 0) return;
-  bool asks = absent && base::lowest_bit(warp::match(missing, line)) == warp::lane();
-  for (uint32_t k = 0; k < kPrefetchTries && warp::any(mask, asks); k++) {
-    asks = start_fills<Policy>(c, v, mask, asks, line, count);
+  const lanes missing = here.ballot(absent);
+  if (!missing) return;
+  bool asks = absent && missing.match(line).leads();
+  for (uint32_t k = 0; k < kPrefetchTries && here.any(asks); k++) {
+    asks = start_fills<Policy>(c, v, here, asks, line, count);
   }
 }
 

@@ -42,14 +42,14 @@ FW_DEVICE uint32_t take_number(uint64_t* counter, uint32_t epoch, uint32_t end) 
 }
 
 // Empties the frames of one chunk. Returns false if a wait ran out of time.
-FW_DEVICE bool sweep_chunk(line_cache& c, volume& v, uint32_t mask, uint32_t chunk) {
+FW_DEVICE bool sweep_chunk(line_cache& c, volume& v, lanes here, uint32_t chunk) {
   const uint64_t ways = c.geometry.set_count * c.geometry.ways;
   const uint64_t begin = chunk * kSweepWays;
   const uint64_t end = begin + kSweepWays < ways ? begin + kSweepWays : ways;
   bool swept = true;
-  for (uint64_t first = begin; first < end; first += base::popcount(mask)) {
-    const uint64_t way = first + warp::rank_in(mask);
-    swept = invalidate_ways(c, v, mask, way < end, way, false) && swept;
+  for (uint64_t first = begin; first < end; first += here.count()) {
+    const uint64_t way = first + here.rank();
+    swept = invalidate_ways(c, v, here, way < end, way, false) && swept;
   }
   return swept;
 }
@@ -66,11 +66,10 @@ FW_DEVICE void note_swept(lease& l, uint32_t epoch) {
 }
 
 // Sweeps with the other warps that have noticed the epoch, unless that is done. Holds nothing.
-FW_DEVICE_NOINLINE void sweep(line_cache& c, volume& v, uint32_t mask) {
+FW_DEVICE_NOINLINE void sweep(line_cache& c, volume& v, lanes here) {
   lease& l = *v.lease;
-  const uint32_t leader = base::lowest_bit(mask);
-  const bool leads = warp::lane() == leader;
-  const uint32_t epoch = warp::broadcast(mask, epoch_of(v), leader);
+  const bool leads = here.leads();
+  const uint32_t epoch = here.broadcast(epoch_of(v));
   // Acquire the epoch: who goes on from here sees the path that was stored before it.
   atomic::fence_system();
   const uint64_t ways = c.geometry.set_count * c.geometry.ways;
@@ -80,13 +79,13 @@ FW_DEVICE_NOINLINE void sweep(line_cache& c, volume& v, uint32_t mask) {
   while (true) {
     // Acquire: what the sweep has emptied is not found again.
     const bool pending = leads && is_before(atomic::load_acquire(&l.swept), epoch);
-    if (!warp::any(mask, pending)) break;
+    if (!here.any(pending)) break;
     const uint32_t taken = leads ? take_number(&l.next, epoch, chunks) : 0;
-    const uint32_t chunk = warp::broadcast(mask, taken, leader);
+    const uint32_t chunk = here.broadcast(taken);
     if (chunk < chunks) {
-      if (!warp::any(mask, !sweep_chunk(c, v, mask, chunk))) {
+      if (!here.any(!sweep_chunk(c, v, here, chunk))) {
         // All lanes have emptied their frames before the leader says so.
-        warp::sync(mask);
+        here.sync();
         if (leads && take_number(&l.done, epoch, chunks) == chunks - 1) note_swept(l, epoch);
         continue;
       }
@@ -94,22 +93,22 @@ FW_DEVICE_NOINLINE void sweep(line_cache& c, volume& v, uint32_t mask) {
       break;
     }
     // Other warps have the rest.
-    if (warp::any(mask, limit.passed() || has_failed(v))) {
+    if (here.any(limit.passed() || has_failed(v))) {
       atomic::store_relaxed(&failure_mark(v), 1u);
       if (leads) record_error(v, nvme::kTimedOut, nvme::kRead, v.line_begin);
       break;
     }
-    help_any(c, v, mask, step++);
+    help_any(c, v, here, step++);
   }
   // The leader has acquired the sweep for all lanes.
-  warp::sync(mask);
+  here.sync();
 }
 
 // By the warps of a kernel, before they look for lines: see the head of this file. All lanes of
-// `mask` call together. If the wait for other warps runs out of time, the volume's error record
+// `here` call together. If the wait for other warps runs out of time, the volume's error record
 // says so.
-FW_DEVICE void refresh(line_cache& c, volume& v, uint32_t mask) {
-  if (warp::any(mask, epoch_of(v) != 0)) base::opaque (&sweep)(c, v, mask);
+FW_DEVICE void refresh(line_cache& c, volume& v, lanes here) {
+  if (here.any(epoch_of(v) != 0)) base::opaque (&sweep)(c, v, here);
 }
 
 }  // namespace fw::cache

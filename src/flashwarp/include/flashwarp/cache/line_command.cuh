@@ -19,10 +19,10 @@ struct transfer {
 
 // Ends a copy out of a namespace in place: the loads of all lanes come before any lane's second
 // look at the path.
-FW_DEVICE void finish_loads(uint32_t mask) {
+FW_DEVICE void finish_loads(lanes here) {
   // Acquire what the loads saw: see `nvme::is_current`.
   atomic::fence_system();
-  warp::sync(mask);
+  here.sync();
 }
 
 // Finishes detached fills and write-backs, in the warp that drains their completions.
@@ -31,17 +31,17 @@ struct line_finisher {
 
   // Copies the data of the reads among `members` to their frames. Returns the lane's status. A read
   // fails if the host left the path meanwhile (`nvme::is_current`).
-  FW_DEVICE uint32_t land(nvme::queue_pair& q, uint32_t mask, uint32_t members,
+  FW_DEVICE uint32_t land(nvme::queue_pair& q, lanes here, lanes members,
                           const nvme::detached_command& what, uint32_t status) {
     if (nvme::path_of(q) == nvme::kDirect) return status;
     const bool read = what.opcode == nvme::kRead && status == nvme::kSuccess;
-    const uint32_t reads = members & warp::ballot(mask, read);
-    if (reads == 0) return status;
+    const lanes reads = members & here.ballot(read);
+    if (!reads) return status;
     // The tags went BUSY before these stores (see `open_sets`), in another warp perhaps.
     atomic::fence();
-    warp::copy_each<warp::source::kStream>(mask, reads, what.frame, what.source, what.bytes);
+    warp::copy_each<warp::source::kStream>(here, reads, what.frame, what.source, what.bytes);
     if (q.data.leased == 0) return status;
-    finish_loads(mask);
+    finish_loads(here);
     return read && !nvme::is_current(q, what.source) ? uint32_t(nvme::kCommandAborted) : status;
   }
 
@@ -87,43 +87,43 @@ FW_DEVICE nvme::command line_command(const line_cache& c, const volume& v,
 // Copies frames to where write commands find them, before the commands are written to the ring; or
 // to the namespace itself.
 FW_DEVICE_NOINLINE void stage_writes(const line_cache& c, const volume& v,
-                                     const nvme::queue_pair& q, uint32_t mask, uint32_t members,
+                                     const nvme::queue_pair& q, lanes here, lanes members,
                                      const transfer& t, uint64_t address) {
   if (nvme::path_of(q) == nvme::kDirect) return;
   // Each lane has acquired its own line and slot; now all lanes read and write all of them.
-  warp::sync(mask);
+  here.sync();
   const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way));
-  warp::copy_each<warp::source::kFrame>(mask, members, address, frame, bytes_of_line(c, v, t.line));
+  warp::copy_each<warp::source::kFrame>(here, members, address, frame, bytes_of_line(c, v, t.line));
   // The copies of all lanes come before any lane's command, or its end of the write-back.
-  warp::sync(mask);
+  here.sync();
   atomic::fence_system();
 }
 
 // Copies lines of read commands, or of the namespace itself, to the frames of `members`, which this
 // warp has claimed (see `open_sets`). Returns the lanes of `ended` that must read again, because
 // the host left the path.
-FW_DEVICE uint32_t read_frames(const nvme::queue_pair& q, uint32_t mask, uint32_t ended,
-                               uint32_t members, uint64_t frame, uint64_t address, uint64_t bytes) {
-  warp::copy_each<warp::source::kStream>(mask, members, frame, address, bytes);
+FW_DEVICE lanes read_frames(const nvme::queue_pair& q, lanes here, lanes ended, lanes members,
+                            uint64_t frame, uint64_t address, uint64_t bytes) {
+  warp::copy_each<warp::source::kStream>(here, members, frame, address, bytes);
   if (q.data.leased == 0) {
-    warp::sync(mask);
-    return 0;
+    here.sync();
+    return {};
   }
-  finish_loads(mask);
+  finish_loads(here);
   // A lane whose command failed reads again too: the file may have been cut before the path
   // changed.
-  const bool ours = (ended >> warp::lane()) & 1;
-  return warp::ballot(mask, ours && !nvme::is_current(q, address));
+  const bool ours = ended.mine();
+  return here.ballot(ours && !nvme::is_current(q, address));
 }
 
 // As read_frames, for the commands that `ended`. On the direct route the data is there already.
-FW_DEVICE_NOINLINE uint32_t land_reads(const line_cache& c, const volume& v,
-                                       const nvme::queue_pair& q, uint32_t mask, uint32_t ended,
-                                       uint32_t members, const transfer& t, uint64_t address) {
+FW_DEVICE_NOINLINE lanes land_reads(const line_cache& c, const volume& v, const nvme::queue_pair& q,
+                                    lanes here, lanes ended, lanes members, const transfer& t,
+                                    uint64_t address) {
   // Each lane has acquired its own completion; now all lanes read all of the data.
-  warp::sync(mask);
-  if (nvme::path_of(q) == nvme::kDirect) members = 0;
-  return read_frames(q, mask, ended, members,
+  here.sync();
+  if (nvme::path_of(q) == nvme::kDirect) members = {};
+  return read_frames(q, here, ended, members,
                      reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way)), address,
                      bytes_of_line(c, v, t.line));
 }
@@ -136,9 +136,9 @@ struct plain_source {
   uint64_t bytes;
   bool open;  // no other lane's: lanes may see different paths
 };
-FW_DEVICE plain_source plain_source_of(const line_cache& c, const volume& v, uint32_t mask,
+FW_DEVICE plain_source plain_source_of(const line_cache& c, const volume& v, lanes here,
                                        uint64_t line) {
-  const nvme::queue_pair& q = queue_of(v, take_seat(mask));
+  const nvme::queue_pair& q = queue_of(v, take_seat(here));
   // Relaxed, and looked at again behind the copy: see `nvme::path_of`.
   const uint32_t path = atomic::load_relaxed_system(&q.data.path);
   const bool open = (v.spread == kOneNamespace) & (q.plain_reads != 0) & (path == nvme::kInPlace);
@@ -167,19 +167,18 @@ FW_DEVICE bool fill_from_cached(const line_cache& c, const volume& v, const nvme
 
 // Reads the lines of `members` from the parts of a namespace. A line may lie in several of them.
 // Returns the lanes that must read again, as `read_frames`.
-FW_DEVICE_NOINLINE uint32_t read_parts(const line_cache& c, const volume& v,
-                                       const nvme::queue_pair& q, uint32_t mask, uint32_t members,
-                                       const transfer& t) {
-  const bool mine = (members >> warp::lane()) & 1;
+FW_DEVICE_NOINLINE lanes read_parts(const line_cache& c, const volume& v, const nvme::queue_pair& q,
+                                    lanes here, lanes members, const transfer& t) {
+  const bool mine = members.mine();
   uint64_t at = line_in_namespace(v, t.line) << c.geometry.line_shift;
   uint64_t left = mine ? bytes_of_line(c, v, t.line) : 0;
   uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way));
   uint64_t number = mine ? nvme::find_part(q.parts, q.part_count, at) : 0;
-  uint32_t again = 0;
+  lanes again;
   // Each lane has acquired its own line; now all lanes copy all of them.
-  warp::sync(mask);
-  for (; warp::any(mask, left != 0); number++) {
-    const uint32_t now = warp::ballot(mask, left != 0);
+  here.sync();
+  for (; here.any(left != 0); number++) {
+    const lanes now = here.ballot(left != 0);
     uint64_t address = 0;
     uint64_t bytes = 0;
     if (left != 0) {
@@ -187,7 +186,7 @@ FW_DEVICE_NOINLINE uint32_t read_parts(const line_cache& c, const volume& v,
       address = part.base + at;
       bytes = part.end - at < left ? part.end - at : left;
     }
-    again |= read_frames(q, mask, now, now, frame, address, bytes);
+    again |= read_frames(q, here, now, now, frame, address, bytes);
     at += bytes;
     frame += bytes;
     left -= bytes;
@@ -198,23 +197,22 @@ FW_DEVICE_NOINLINE uint32_t read_parts(const line_cache& c, const volume& v,
 // Moves the lines of `members` in place, or out of the page cache, without commands, if the queue
 // pair permits that. Returns the lanes that need a command: all, or those that have read while the
 // host left the path.
-FW_DEVICE uint32_t move_in_place(const line_cache& c, const volume& v, const nvme::queue_pair& q,
-                                 uint32_t mask, uint32_t members, uint8_t opcode,
-                                 const transfer& t) {
+FW_DEVICE lanes move_in_place(const line_cache& c, const volume& v, const nvme::queue_pair& q,
+                              lanes here, lanes members, uint8_t opcode, const transfer& t) {
   const bool reads = opcode == nvme::kRead;
   if constexpr (warp::kWarpWidth == 1) {
-    if (reads && members != 0 && fill_from_cached(c, v, q, t)) return 0;
+    if (reads && members && fill_from_cached(c, v, q, t)) return {};
   }
   const bool in_parts = reads && q.parts != nullptr;
   if ((reads ? q.plain_reads : q.plain_writes) == 0 && !in_parts) return members;
   // Lanes may see different paths while the host leaves this one; all of them must go one way.
-  if (warp::any(mask, nvme::path_of(q) != nvme::kInPlace)) return members;
-  if (in_parts) return read_parts(c, v, q, mask, members, t);
-  const bool mine = (members >> warp::lane()) & 1;
+  if (here.any(nvme::path_of(q) != nvme::kInPlace)) return members;
+  if (in_parts) return read_parts(c, v, q, here, members, t);
+  const bool mine = members.mine();
   const uint64_t address = mine ? data_address(c, v, q, nvme::kInPlace, 0, t) : 0;
-  if (reads) return land_reads(c, v, q, mask, members, members, t, address);
-  stage_writes(c, v, q, mask, members, t, address);
-  return 0;
+  if (reads) return land_reads(c, v, q, here, members, members, t, address);
+  stage_writes(c, v, q, here, members, t, address);
+  return {};
 }
 
 // What ends a detached transfer. `address` is where a read finds its data.
@@ -228,26 +226,26 @@ FW_DEVICE nvme::detached_command detached_transfer(const line_cache& c, const vo
 }
 
 // The lowest lanes of `members`, at most as many as the ring has slots.
-FW_DEVICE uint32_t first_batch(const nvme::queue_pair& q, uint32_t members) {
-  uint32_t batch = 0;
-  for (uint32_t n = 0; members != 0 && n < (1u << q.depth_log2); n++) {
-    batch |= members & (~members + 1);
-    members &= members - 1;
+FW_DEVICE lanes first_batch(const nvme::queue_pair& q, lanes members) {
+  lanes batch;
+  for (uint32_t n = 0; members && n < (1u << q.depth_log2); n++) {
+    batch |= members.first();
+    members -= members.first();
   }
   return batch;
 }
 
 // Submits one command for each lane of `members`, at most as many as the ring has slots. Returns
 // false if the slots did not come free in time.
-FW_DEVICE_NOINLINE bool submit_lines(line_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
-                                     uint32_t members, uint8_t opcode, const transfer& t,
+FW_DEVICE_NOINLINE bool submit_lines(line_cache& c, volume& v, nvme::queue_pair& q, lanes here,
+                                     lanes members, uint8_t opcode, const transfer& t,
                                      bool detached, uint32_t& ticket, uint64_t& address) {
   line_finisher finisher{c};
-  const bool mine = (members >> warp::lane()) & 1;
-  ticket = nvme::take_tickets(q, mask, members);
-  if (!nvme::wait_for_slots(q, mask, members, ticket, finisher)) return false;
+  const bool mine = members.mine();
+  ticket = nvme::take_tickets(q, here, members);
+  if (!nvme::wait_for_slots(q, here, members, ticket, finisher)) return false;
   address = mine ? data_address(c, v, q, nvme::path_of(q), ticket, t) : 0;
-  if (opcode == nvme::kWrite) stage_writes(c, v, q, mask, members, t, address);
+  if (opcode == nvme::kWrite) stage_writes(c, v, q, here, members, t, address);
   if (mine) {
     if (detached) {
       const nvme::detached_command what = detached_transfer(c, v, opcode, t, address);
@@ -256,22 +254,22 @@ FW_DEVICE_NOINLINE bool submit_lines(line_cache& c, volume& v, nvme::queue_pair&
     nvme::write_entry(q, ticket, line_command(c, v, q, opcode, ticket, t, address),
                       detached ? nvme::slot::kDetached : 0);
   }
-  warp::sync(mask);
-  nvme::publish(q, mask);
+  here.sync();
+  nvme::publish(q, here);
   return true;
 }
 
 // Ends the commands of the lanes in `batch`; each lane has its own `status`. Lands the data of
 // reads and frees the slots. Returns the lanes that must read again.
-FW_DEVICE uint32_t end_lines(const line_cache& c, const volume& v, nvme::queue_pair& q,
-                             uint32_t mask, uint32_t batch, uint8_t opcode, const transfer& t,
-                             uint32_t ticket, uint64_t address, uint32_t status) {
-  const bool mine = (batch >> warp::lane()) & 1;
-  uint32_t again = 0;
+FW_DEVICE lanes end_lines(const line_cache& c, const volume& v, nvme::queue_pair& q, lanes here,
+                          lanes batch, uint8_t opcode, const transfer& t, uint32_t ticket,
+                          uint64_t address, uint32_t status) {
+  const bool mine = batch.mine();
+  lanes again;
   if (opcode == nvme::kRead) {
-    const uint32_t arrived = warp::ballot(mask, mine && status == nvme::kSuccess);
-    const uint32_t ended = warp::ballot(mask, mine && status != nvme::kTimedOut);
-    again = land_reads(c, v, q, mask, ended, arrived, t, address);
+    const lanes arrived = here.ballot(mine && status == nvme::kSuccess);
+    const lanes ended = here.ballot(mine && status != nvme::kTimedOut);
+    again = land_reads(c, v, q, here, ended, arrived, t, address);
   }
   // The slot of a command that never came back stays taken: the drive may still write its buffer.
   if (mine && status != nvme::kTimedOut) nvme::release_slot(q, ticket);
@@ -296,21 +294,20 @@ FW_DEVICE void give_up_detached(line_cache& c, volume& v, uint8_t opcode, const 
 
 // Moves the line of each lane of `members` now, if that takes no command; else submits a detached
 // command. In place a command would save nothing: some warp has to copy the line either way.
-FW_DEVICE_NOINLINE void move_detached_on(line_cache& c, volume& v, nvme::queue_pair& q,
-                                         uint32_t mask, uint32_t members, uint8_t opcode,
-                                         const transfer& t) {
-  const uint32_t left = move_in_place(c, v, q, mask, members, opcode, t);
-  if (((members & ~left) >> warp::lane()) & 1) {
+FW_DEVICE_NOINLINE void move_detached_on(line_cache& c, volume& v, nvme::queue_pair& q, lanes here,
+                                         lanes members, uint8_t opcode, const transfer& t) {
+  const lanes left = move_in_place(c, v, q, here, members, opcode, t);
+  if ((members - left).mine()) {
     line_finisher{c}.end(detached_transfer(c, v, opcode, t, 0), nvme::kSuccess);
   }
   members = left;
-  while (members != 0) {
-    const uint32_t batch = first_batch(q, members);
-    members &= ~batch;
+  while (members) {
+    const lanes batch = first_batch(q, members);
+    members -= batch;
     uint32_t ticket;
     uint64_t address;
-    if (submit_lines(c, v, q, mask, batch, opcode, t, true, ticket, address)) continue;
-    if ((batch >> warp::lane()) & 1) give_up_detached(c, v, opcode, t);
+    if (submit_lines(c, v, q, here, batch, opcode, t, true, ticket, address)) continue;
+    if (batch.mine()) give_up_detached(c, v, opcode, t);
   }
 }
 

@@ -87,13 +87,13 @@ FW_DEVICE bool enter(miss_list& m, uint64_t launch) {
   }
 }
 
-// Appends the items of `lanes`. All lanes of a warp call it. `entered` says whether the warp is a
+// Appends the items of `members`. All lanes of a warp call it. `entered` says whether the warp is a
 // user of the list, which it may become. Returns whether there was room.
-FW_DEVICE_NOINLINE bool append(const list_use& use, uint32_t lanes, uint64_t item, bool& entered) {
-  const uint32_t mask = warp::kFullMask;
+FW_DEVICE_NOINLINE bool append(const list_use& use, lanes members, uint64_t item, bool& entered) {
+  const lanes here = lanes::all();
   miss_list& m = *use.list;
   // Entries have 32 bits for it.
-  if (!can_enter(use) || warp::any(mask, item >> 32 != 0)) return false;
+  if (!can_enter(use) || here.any(item >> 32 != 0)) return false;
   bool inside = entered;
   bool fits = false;
   uint64_t ticket = 0;
@@ -108,18 +108,18 @@ FW_DEVICE_NOINLINE bool append(const list_use& use, uint32_t lanes, uint64_t ite
       // looked already.
       const uint64_t others = uint64_t(warp::count()) * warp::kWarpWidth;
       if (tail - head + others <= uint64_t(1) << m.capacity_log2) {
-        ticket = atomic::add_relaxed(&m.tail, uint64_t(base::popcount(lanes)));
+        ticket = atomic::add_relaxed(&m.tail, uint64_t(members.count()));
         fits = true;
       }
     }
   }
-  entered = warp::any(mask, inside);
-  fits = warp::any(mask, fits);
-  ticket = warp::broadcast(mask, ticket, 0);
+  entered = here.any(inside);
+  fits = here.any(fits);
+  ticket = here.broadcast(ticket, 0);
   // The first lane has acquired `head` for all.
-  warp::sync(mask);
-  if (fits && ((lanes >> warp::lane()) & 1) != 0) {
-    ticket += warp::rank_in(lanes);
+  here.sync();
+  if (fits && members.mine()) {
+    ticket += members.rank();
     // Release, behind the sync: all lanes have stored what a hit that lost its race has copied, and
     // the consumer overwrites it. That entries are there at all, it learns from `tail`, by way of
     // `state`.
@@ -136,25 +136,25 @@ FW_DEVICE bool is_empty(const miss_list& m) {
 
 // Takes up to `most` items, one for each of the first lanes. All lanes of a warp call it. Returns
 // how many; 0 if the next one has not been stored, or if another warp was faster.
-FW_DEVICE uint32_t take(miss_list& m, uint32_t mask, uint32_t most, uint32_t& item) {
+FW_DEVICE uint32_t take(miss_list& m, lanes here, uint32_t most, uint32_t& item) {
   uint64_t head = 0;
   if (warp::lane() == 0) head = atomic::load_relaxed(&m.head);
-  head = warp::broadcast(mask, head, 0);
+  head = here.broadcast(head, 0);
   const uint64_t ticket = head + warp::lane();
   // Acquire, for all lanes by the sync below: what the producer has stored of the item's row.
   const uint64_t entry = atomic::load_acquire(entry_at(m, ticket));
   item = uint32_t(entry);
   const bool stored = uint32_t(entry >> 32) == turn_of(m, ticket) && warp::lane() < most;
-  const uint32_t absent = ~warp::ballot(mask, stored) & mask;
-  const uint32_t count = absent != 0 ? base::lowest_bit(absent) : warp::kWarpWidth;
+  const lanes absent = here - here.ballot(stored);
+  const uint32_t count = absent ? absent.leader() : warp::kWarpWidth;
   if (count == 0) return 0;
   // All lanes have loaded their entries before the first one gives the places to producers. What it
   // stores to `head` depends on these loads, so it needs no release, which would wait for the rows
   // that the warp has stored, while other warps take and this one's look at `head` gets old.
-  warp::sync(mask);
+  here.sync();
   bool ours = false;
   if (warp::lane() == 0) ours = atomic::cas_relaxed(&m.head, head, head + count);
-  return warp::any(mask, ours) ? count : 0;
+  return here.any(ours) ? count : 0;
 }
 
 // What a block does that has served its hits.
@@ -220,8 +220,8 @@ struct deferral {
   uint64_t item;  // of the lane
 
   FW_DEVICE bool allowed() const { return use.blocks != 0; }
-  // Defers the items of `lanes`. Returns whether there was room.
-  FW_DEVICE bool defer(uint32_t lanes) const { return append(use, lanes, item, entered); }
+  // Defers the items of `members`. Returns whether there was room.
+  FW_DEVICE bool defer(lanes members) const { return append(use, members, item, entered); }
 };
 
 // Ends a launch that may have deferred: the block leaves, or drains the list. All threads of a
@@ -232,7 +232,7 @@ FW_DEVICE void end_deferring(const list_use& use, volume& v, uint32_t multiproce
                              Serve serve) {
   miss_list& m = *use.list;
   const drain_limits limits = {use.blocks, multiprocessors};
-  const uint32_t mask = warp::kFullMask;
+  const lanes here = lanes::all();
   uint32_t users = block::count_of(entered && warp::lane() == 0);
   if (users == 0) return;
   const bool decides = block::warp_rank() == 0 && warp::lane() == 0;
@@ -248,7 +248,7 @@ FW_DEVICE void end_deferring(const list_use& use, volume& v, uint32_t multiproce
     nvme::deadline limit(v.queues[0].data);
     while (true) {
       uint32_t item = 0;
-      const uint32_t count = take(m, mask, use.batch, item);
+      const uint32_t count = take(m, here, use.batch, item);
       if (count != 0) {
         serve(item, warp::lane() < count);
         continue;
@@ -256,7 +256,7 @@ FW_DEVICE void end_deferring(const list_use& use, volume& v, uint32_t multiproce
       base::pause(nvme::kBackOffNs);
       // After the limit `decide` has the last word.
       const bool more = !is_empty(m) || has_producers(m);
-      if (!warp::any(mask, more && !limit.passed())) break;
+      if (!here.any(more && !limit.passed())) break;
     }
     block::sync();
   }

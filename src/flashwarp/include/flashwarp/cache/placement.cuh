@@ -9,11 +9,11 @@
 
 namespace fw::cache {
 
-// A number that chooses the warp's queue pairs. One lane asks for all of `mask`, once for each
+// A number that chooses the warp's queue pairs. One lane asks for all of `here`, once for each
 // command, and keeps the number until the command has ended: the warp may run on another
 // multiprocessor later, and a new number would look its ticket up in another ring.
-FW_DEVICE uint32_t take_seat(uint32_t mask) {
-  return warp::broadcast(mask, warp::index() + base::spread_index(), base::lowest_bit(mask));
+FW_DEVICE uint32_t take_seat(lanes here) {
+  return here.broadcast(warp::index() + base::spread_index());
 }
 
 // The queue pair of a seat on a volume of one namespace.

@@ -59,14 +59,14 @@ struct around_outcome {
 // Reads the pieces of one batch by commands. Returns the lane's status; `again` says whether the
 // lane must look again, because the host has left the path.
 template <typename Op>
-FW_DEVICE uint32_t read_blocks(line_cache& c, const volume& v, nvme::queue_pair& q, uint32_t mask,
-                               uint32_t batch, uint64_t line, Op& op, around_count& count,
+FW_DEVICE uint32_t read_blocks(line_cache& c, const volume& v, nvme::queue_pair& q, lanes here,
+                               lanes batch, uint64_t line, Op& op, around_count& count,
                                bool& again) {
   line_finisher finisher{c};
-  const bool mine = (batch >> warp::lane()) & 1;
-  const uint32_t ticket = nvme::take_tickets(q, mask, batch);
+  const bool mine = batch.mine();
+  const uint32_t ticket = nvme::take_tickets(q, here, batch);
   again = false;
-  if (!nvme::wait_for_slots(q, mask, batch, ticket, finisher)) {
+  if (!nvme::wait_for_slots(q, here, batch, ticket, finisher)) {
     return mine ? nvme::kTimedOut : uint32_t(nvme::kSuccess);
   }
   const block_range blocks = blocks_of(q, op.offset, op.bytes);
@@ -81,13 +81,13 @@ FW_DEVICE uint32_t read_blocks(line_cache& c, const volume& v, nvme::queue_pair&
                             address, nvme::second_prp(address, blocks.bytes, c.page_bytes));
     nvme::write_entry(q, ticket, entry, 0);
   }
-  warp::sync(mask);
-  nvme::publish(q, mask);
-  const uint32_t status = nvme::wait_for_completions(q, mask, batch, ticket, finisher);
-  const uint32_t arrived = warp::ballot(mask, mine && status == nvme::kSuccess);
-  if (arrived != 0) op.template copy<warp::source::kStorage>(mask, arrived, address - blocks.begin);
+  here.sync();
+  nvme::publish(q, here);
+  const uint32_t status = nvme::wait_for_completions(q, here, batch, ticket, finisher);
+  const lanes arrived = here.ballot(mine && status == nvme::kSuccess);
+  if (arrived) op.template copy<warp::source::kStorage>(here, arrived, address - blocks.begin);
   if (q.data.leased != 0) {
-    finish_loads(mask);
+    finish_loads(here);
     // Also after a failure: the file may have been cut before the path changed.
     again = mine && status != nvme::kTimedOut && !nvme::is_current(q, address);
   }
@@ -103,15 +103,15 @@ FW_DEVICE uint32_t read_blocks(line_cache& c, const volume& v, nvme::queue_pair&
 // Reads the pieces of `members` by commands, as many at a time as the ring has slots.
 template <typename Op>
 FW_DEVICE around_outcome read_by_commands(line_cache& c, const volume& v, nvme::queue_pair& q,
-                                          uint32_t mask, uint32_t members, uint64_t line, Op& op,
+                                          lanes here, lanes members, uint64_t line, Op& op,
                                           around_count& count) {
   around_outcome out;
-  while (members != 0) {
-    const uint32_t batch = first_batch(q, members);
-    members &= ~batch;
+  while (members) {
+    const lanes batch = first_batch(q, members);
+    members -= batch;
     bool again;
-    const uint32_t status = read_blocks(c, v, q, mask, batch, line, op, count, again);
-    if (((batch >> warp::lane()) & 1) != 0 && !again) out = {true, status};
+    const uint32_t status = read_blocks(c, v, q, here, batch, line, op, count, again);
+    if (batch.mine() && !again) out = {true, status};
   }
   return out;
 }
@@ -125,28 +125,27 @@ FW_DEVICE bool copy_cached(const nvme::queue_pair& q, uint64_t begin, const Op& 
   return copy.done;
 }
 
-// Reads the pieces of `members`, whose lines are absent, without frames. All lanes of `mask` call
+// Reads the pieces of `members`, whose lines are absent, without frames. All lanes of `here` call
 // together. A piece that has not ended is looked for again.
 template <typename Op>
-FW_DEVICE_NOINLINE around_outcome read_absent(line_cache& c, volume& v, uint32_t mask,
-                                              uint32_t members, uint64_t line, Op& op,
-                                              around_count& count) {
+FW_DEVICE_NOINLINE around_outcome read_absent(line_cache& c, volume& v, lanes here, lanes members,
+                                              uint64_t line, Op& op, around_count& count) {
   around_outcome out;
-  nvme::queue_pair& q = queue_of(v, take_seat(mask));
+  nvme::queue_pair& q = queue_of(v, take_seat(here));
   if (v.spread != kOneNamespace || q.parts != nullptr) return out;
-  const bool mine = (members >> warp::lane()) & 1;
+  const bool mine = members.mine();
   const uint64_t begin = (line - v.line_begin) << c.geometry.line_shift;
   // Lanes may see different paths while the host leaves this one; all of them must go one way.
   const uint32_t path = nvme::path_of(q);
-  const bool in_place = !warp::any(mask, path != nvme::kInPlace);
-  if (warp::any(mask, path == nvme::kDirect)) {
+  const bool in_place = !here.any(path != nvme::kInPlace);
+  if (here.any(path == nvme::kDirect)) {
     if constexpr (warp::kWarpWidth == 1) out.ended = mine && copy_cached(q, begin, op);
   } else if (in_place && q.plain_reads != 0) {
-    op.template copy<warp::source::kStorage>(mask, members, q.data.mapped_base + begin);
-    if (q.data.leased != 0) finish_loads(mask);
+    op.template copy<warp::source::kStorage>(here, members, q.data.mapped_base + begin);
+    if (q.data.leased != 0) finish_loads(here);
     out.ended = mine && nvme::is_current(q, q.data.mapped_base);
   } else {
-    return read_by_commands(c, v, q, mask, members, line, op, count);
+    return read_by_commands(c, v, q, here, members, line, op, count);
   }
   if (out.ended) {
     count.pieces++;
@@ -157,30 +156,30 @@ FW_DEVICE_NOINLINE around_outcome read_absent(line_cache& c, volume& v, uint32_t
 
 // Runs `op`, which loads, on the line of each lane that `wants`, around the cache. Beside what
 // `access` needs, `op` has `offset`, `bytes` and `buffer` of its piece, and `copy`, which does what
-// `visit` does with lines in the storage. All lanes of `mask` call together. Returns the lane's
+// `visit` does with lines in the storage. All lanes of `here` call together. Returns the lane's
 // NVMe status, as `access`.
 template <typename Policy, typename Op>
-FW_DEVICE uint32_t access_around(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
+FW_DEVICE uint32_t access_around(line_cache& c, volume& v, lanes here, bool wants, uint64_t line,
                                  Op& op, tally& hits, around_count& count) {
   const geometry& g = c.geometry;
   uint32_t status = nvme::kSuccess;
   bool pending = wants;
-  for (uint32_t tries = 0; tries < kAroundTries && warp::any(mask, pending); tries++) {
+  for (uint32_t tries = 0; tries < kAroundTries && here.any(pending); tries++) {
     place at = {0, 0, false};
     if (pending) at = probe(g, line);
-    const uint32_t served = serve_hits<Policy>(g, mask, at, op);
-    hits.hits += base::popcount(served);
-    if ((served >> warp::lane()) & 1) pending = false;
-    const uint32_t absent = warp::ballot(mask, pending && !at.found);
-    if (absent == 0) continue;
-    const around_outcome got = read_absent(c, v, mask, absent, line, op, count);
+    const lanes served = serve_hits<Policy>(g, here, at, op);
+    hits.hits += served.count();
+    if (served.mine()) pending = false;
+    const lanes absent = here.ballot(pending && !at.found);
+    if (!absent) continue;
+    const around_outcome got = read_absent(c, v, here, absent, line, op, count);
     if (!got.ended) continue;
     pending = false;
     status = got.status;
     if (status != nvme::kSuccess) record_error(v, status, nvme::kRead, line);
   }
-  if (!warp::any(mask, pending)) return status;
-  const uint32_t got = access<Policy>(g, c, v, mask, pending, line, false, op, hits);
+  if (!here.any(pending)) return status;
+  const uint32_t got = access<Policy>(g, c, v, here, pending, line, false, op, hits);
   return pending ? got : status;
 }
 

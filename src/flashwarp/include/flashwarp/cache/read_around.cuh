@@ -163,7 +163,7 @@ class piece_reader {
     for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
       const uint32_t i = base::lowest_bit(rest);
       const char* from = frame_of(geometry_, at_[i].way) + pieces[i].offset;
-      warp::copy<warp::source::kFrame>(warp::kFullMask, pieces[i].buffer,
+      warp::copy<warp::source::kFrame>(lanes::all(), pieces[i].buffer,
                                        reinterpret_cast<uint64_t>(from), pieces[i].bytes);
     }
     // The loads of the frames come before the second look at the tags.

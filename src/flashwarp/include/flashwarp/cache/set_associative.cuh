@@ -284,19 +284,19 @@ FW_DEVICE claim claim_frame(line_cache& c, const geometry& g, uint64_t line, pur
   return claim_in<Policy, false>(c, g, set, line, seen, why);
 }
 
-// Ends the claims of a warp: opens the sets that its lanes have locked. All lanes of `mask` call
+// Ends the claims of a warp: opens the sets that its lanes have locked. All lanes of `here` call
 // together. One fence of every lane does three things. The changes of metadata come before the sets
 // can be locked again. What others did with the frames before comes before our lanes use them. And
 // the tags have gone BUSY before any lane stores to the frames: a reader that sees a new byte finds
 // its tag changed.
-FW_DEVICE void open_sets(uint32_t mask, const claim& mine) {
+FW_DEVICE void open_sets(lanes here, const claim& mine) {
   const bool locked = mine.control != nullptr;
-  if (!warp::any(mask, locked)) return;
+  if (!here.any(locked)) return;
   // Acquire, for all lanes, what the look saw: who empties a frame without the lock has written its
   // line back.
   if (locked) atomic::fence_acquire();
   // Each lane has claimed its own frame; now all lanes may store to all of them.
-  warp::sync(mask);
+  here.sync();
   atomic::fence();
   if (locked) atomic::store_relaxed(mine.control, mine.hand);
 }

@@ -28,7 +28,7 @@ FW_DEVICE bool copy_resident(const geometry& g, const piece& what, uint32_t epoc
   using word = atomic::raw<kWordHeldBytes>;
   constexpr uint32_t kStep = kWordHeldBytes * warp::kWarpWidth;
   const place at = probe(g, what.line);
-  if (warp::any(warp::kFullMask, !at.found)) return false;
+  if (lanes::all().any(!at.found)) return false;
   const uint32_t mine = warp::lane() * kWordHeldBytes;
   const uint32_t bytes = uint32_t(what.bytes);
   const char* from = frame_of(g, at.way) + what.offset + mine;
@@ -46,7 +46,7 @@ FW_DEVICE bool copy_resident(const geometry& g, const piece& what, uint32_t epoc
   for (uint32_t k = 0; k < kWordsHeld; k++) {
     if (mine + k * kStep < bytes) word::store_plain(to + k * kStep, values[k]);
   }
-  if (warp::any(warp::kFullMask, !holds || epoch != 0)) return false;
+  if (lanes::all().any(!holds || epoch != 0)) return false;
   if (warp::lane() == 0) Policy::on_hit(g, at.way, at.word);
   return true;
 }

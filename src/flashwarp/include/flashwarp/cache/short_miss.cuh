@@ -82,20 +82,20 @@ struct register_copy {
   static constexpr uint32_t kWord = sizeof(atomic::word16);
   using word = atomic::raw<kWord>;
 
-  const uint32_t mask;
+  const lanes here;
   const uint64_t source;
   const uint32_t bytes;
   Take& take;
   atomic::word16 values[warp::kCopyUnroll];
 
-  FW_DEVICE register_copy(uint32_t lanes, const short_source& from, bool, Take& taker)
-      : mask(lanes), source(from.address), bytes(uint32_t(from.bytes)), take(taker) {}
+  FW_DEVICE register_copy(lanes all, const short_source& from, bool, Take& taker)
+      : here(all), source(from.address), bytes(uint32_t(from.bytes)), take(taker) {}
 
   FW_DEVICE bool reserve() { return true; }
   FW_DEVICE bool begin(bool first) {
-    if (!warp::any(mask, first)) return false;
+    if (!here.any(first)) return false;
     // The leader has acquired what others have written back; now all lanes read that.
-    warp::sync(mask);
+    here.sync();
     take.begin(source);
     load(0);
     return true;
@@ -106,19 +106,19 @@ struct register_copy {
       load(round);
       store(round, frame);
     }
-    warp::sync(mask);
+    here.sync();
   }
   FW_DEVICE void cancel() {}
   FW_DEVICE void release() {}
 
  private:
-  FW_DEVICE uint32_t step() const { return base::popcount(mask) * kWord; }
+  FW_DEVICE uint32_t step() const { return here.count() * kWord; }
   FW_DEVICE uint32_t round_bytes() const { return step() * warp::kCopyUnroll; }
   // Whole rounds have no condition inside, which would make each load wait for the one before.
   FW_DEVICE bool is_whole(uint32_t round) const { return round + round_bytes() <= bytes; }
 
   FW_DEVICE void load(uint32_t round) {
-    const uint32_t at = round + warp::rank_in(mask) * kWord;
+    const uint32_t at = round + here.rank() * kWord;
     const char* from = reinterpret_cast<const char*>(source) + at;
     if (is_whole(round)) {
       FW_UNROLL
@@ -133,7 +133,7 @@ struct register_copy {
     }
   }
   FW_DEVICE void store(uint32_t round, uint64_t frame) {
-    const uint32_t at = round + warp::rank_in(mask) * kWord;
+    const uint32_t at = round + here.rank() * kWord;
     char* to = reinterpret_cast<char*>(frame) + at;
     const bool whole = is_whole(round);
     FW_UNROLL
@@ -149,14 +149,14 @@ struct register_copy {
 // no fence waits for them.
 template <typename Take>
 struct staged_copy {
-  const uint32_t mask;
+  const lanes here;
   const uint64_t source;
   const uint32_t bytes;
   const bool changes;
   Take& take;
 
-  FW_DEVICE staged_copy(uint32_t lanes, const short_source& from, bool stores, Take& taker)
-      : mask(lanes),
+  FW_DEVICE staged_copy(lanes all, const short_source& from, bool stores, Take& taker)
+      : here(all),
         source(from.address),
         bytes(uint32_t(from.bytes)),
         changes(stores),
@@ -168,8 +168,8 @@ struct staged_copy {
     if (first) warp::begin_staged(source, bytes, changes);
     return true;
   }
-  FW_DEVICE void end(uint64_t frame) { warp::end_staged(mask, frame, source, bytes, take); }
-  FW_DEVICE void cancel() { warp::cancel_staged(mask, bytes); }
+  FW_DEVICE void end(uint64_t frame) { warp::end_staged(here, frame, source, bytes, take); }
+  FW_DEVICE void cancel() { warp::cancel_staged(here, bytes); }
   // By the leader, behind a fence.
   FW_DEVICE void release() { warp::give_buffer(); }
 };
@@ -213,7 +213,7 @@ FW_DEVICE bool begin_short(uint32_t* control, Copy& copy, uint32_t& hand) {
   return false;
 }
 
-// Fills the absent line of all lanes of `mask`, which call together, and gives it to `take`.
+// Fills the absent line of all lanes of `here`, which call together, and gives it to `take`.
 // Returns false if it did not: then the general way takes the miss, and overwrites what `take` got.
 // Adds its events to `shard`, the volume's, with those of users' kernels if `kKernel`.
 //
@@ -222,13 +222,12 @@ FW_DEVICE bool begin_short(uint32_t* control, Copy& copy, uint32_t& hand) {
 // all would read it.
 template <typename Policy, bool kKernel, typename Take>
 FW_DEVICE bool serve_short(const geometry& g, line_cache& c, const short_way& way, counters& shard,
-                           uint32_t mask, uint64_t line, Take& take) {
-  const uint32_t leader = base::lowest_bit(mask);
-  const bool leads = warp::lane() == leader;
+                           lanes here, uint64_t line, Take& take) {
+  const bool leads = here.leads();
   const home at = home_of(g, line);
   uint32_t* const control = &way.set_control[at.set];
   const short_source from = short_source_of(g, way, line);
-  short_copy<Take> copy(mask, from, way.changes, take);
+  short_copy<Take> copy(here, from, way.changes, take);
   set_view s = {g, at.set * g.ways, line, 0, 0, 0, 0, 0, kNoWay, false, {}};
   // A line that takes a command pays no more than the loads for `way`.
   const bool holds = leads && way.open && from.aligned && begin_short(control, copy, s.hand);
@@ -244,11 +243,11 @@ FW_DEVICE bool serve_short(const geometry& g, line_cache& c, const short_way& wa
     frame = reinterpret_cast<uint64_t>(frame_of(g, mine.way));
   }
   uint64_t* const word = &g.tags[mine.way];
-  frame = warp::broadcast(mask, frame, leader);
+  frame = here.broadcast(frame);
   if (frame == kNotBegun) return false;
   bool current = true;
   // What `open_sets` says. All lanes pass before they store to the frame.
-  warp::sync(mask);
+  here.sync();
   atomic::fence();
   if (leads) atomic::store_relaxed(control, s.hand & ~kSetLocked);
   if (frame != kNotClaimed) {
@@ -257,11 +256,11 @@ FW_DEVICE bool serve_short(const geometry& g, line_cache& c, const short_way& wa
     count.evictions = mine.evicted ? 1 : 0;
     count.bytes_read = line_bytes(g);
     // Here, and not behind the copy, while the line is still on its way.
-    kKernel ? count.add_kernel_to(shard, mask) : count.add_to(shard, mask);
+    kKernel ? count.add_kernel_to(shard, here) : count.add_to(shard, here);
     copy.end(frame);
     if (way.leased != 0) {
-      finish_loads(mask);
-      current = !warp::any(mask, !nvme::is_current(*way.queue, from.address));
+      finish_loads(here);
+      current = !here.any(!nvme::is_current(*way.queue, from.address));
     }
   } else {
     copy.cancel();

@@ -50,22 +50,21 @@ struct flights {
 // Submits the lanes' commands to the namespaces of `targets`, in the order of their rings, and
 // takes out of `targets` what it submitted. Each ring gets at most as many commands as it has
 // slots. Returns the status of commands for which no slot came free.
-FW_DEVICE_NOINLINE uint32_t submit_spread(line_cache& c, volume& v, uint32_t mask,
-                                          uint32_t& targets, uint8_t opcode, const transfer& t,
-                                          flights& f) {
+FW_DEVICE_NOINLINE uint32_t submit_spread(line_cache& c, volume& v, lanes here, uint32_t& targets,
+                                          uint8_t opcode, const transfer& t, flights& f) {
   uint32_t status = nvme::kSuccess;
   f.on = 0;
   f.leased = 0;
   for (uint32_t n = 0; n < v.namespace_count; n++) {
-    const uint32_t members = warp::ballot(mask, ((targets >> n) & 1) != 0);
-    if (members == 0) continue;
+    const lanes members = here.ballot(((targets >> n) & 1) != 0);
+    if (!members) continue;
     nvme::queue_pair& q = queue_on(v, f.seat, n);
-    const uint32_t batch = first_batch(q, members);
-    const bool mine = (batch >> warp::lane()) & 1;
+    const lanes batch = first_batch(q, members);
+    const bool mine = batch.mine();
     if (mine) targets &= ~(1u << n);
     uint32_t ticket;
     uint64_t address;
-    const bool sent = submit_lines(c, v, q, mask, batch, opcode, t, false, ticket, address);
+    const bool sent = submit_lines(c, v, q, here, batch, opcode, t, false, ticket, address);
     f.tickets[n] = ticket;
     if (mine && sent) f.on |= 1u << n;
     if (mine && sent && q.data.leased != 0 && address != nvme::buffer_of(q, ticket)) {
@@ -91,10 +90,10 @@ FW_DEVICE uint32_t done_flights(const volume& v, const flights& f) {
 
 // Ends the commands of `batch` on one namespace, which are done or given up. Returns the lane's
 // status; `again` says whether the lane must read once more.
-FW_DEVICE_NOINLINE uint32_t end_flight(line_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
-                                       uint32_t batch, uint8_t opcode, const transfer& t,
+FW_DEVICE_NOINLINE uint32_t end_flight(line_cache& c, volume& v, nvme::queue_pair& q, lanes here,
+                                       lanes batch, uint8_t opcode, const transfer& t,
                                        uint32_t ticket, bool leased, bool done, bool& again) {
-  const bool mine = (batch >> warp::lane()) & 1;
+  const bool mine = batch.mine();
   uint32_t status = nvme::kSuccess;
   uint64_t address = 0;
   if (mine) {
@@ -105,8 +104,8 @@ FW_DEVICE_NOINLINE uint32_t end_flight(line_cache& c, volume& v, nvme::queue_pai
       address = data_address(c, v, q, path, ticket, t);
     }
   }
-  const uint32_t outdated = end_lines(c, v, q, mask, batch, opcode, t, ticket, address, status);
-  again = (outdated >> warp::lane()) & 1;
+  const lanes outdated = end_lines(c, v, q, here, batch, opcode, t, ticket, address, status);
+  again = outdated.mine();
   return status;
 }
 
@@ -114,31 +113,31 @@ FW_DEVICE_NOINLINE uint32_t end_flight(line_cache& c, volume& v, nvme::queue_pai
 // the warp's commands there are done, whatever the other rings do, because another warp may wait
 // for these slots while it holds slots of the other rings. Puts namespaces that the lane must ask
 // once more into `targets`.
-FW_DEVICE_NOINLINE uint32_t wait_for_flights(line_cache& c, volume& v, uint32_t mask,
+FW_DEVICE_NOINLINE uint32_t wait_for_flights(line_cache& c, volume& v, lanes here,
                                              uint32_t& targets, uint8_t opcode, const transfer& t,
                                              flights& f) {
   line_finisher finisher{c};
   nvme::deadline limit(v.queues[0].data);
   uint32_t status = nvme::kSuccess;
-  while (warp::any(mask, f.on != 0)) {
+  while (here.any(f.on != 0)) {
     const uint32_t done = done_flights(v, f);
-    const bool late = warp::any(mask, limit.passed());
+    const bool late = here.any(limit.passed());
     bool moved = false;
     for (uint32_t n = 0; n < v.namespace_count; n++) {
       const bool mine = (f.on >> n) & 1;
-      const uint32_t batch = warp::ballot(mask, mine);
-      if (batch == 0) continue;
+      const lanes batch = here.ballot(mine);
+      if (!batch) continue;
       nvme::queue_pair& q = queue_on(v, f.seat, n);
-      if (warp::any(mask, mine && ((done >> n) & 1) == 0)) {
-        const bool dead = warp::any(mask, late || atomic::load_relaxed(&q.failed) != 0);
+      if (here.any(mine && ((done >> n) & 1) == 0)) {
+        const bool dead = here.any(late || atomic::load_relaxed(&q.failed) != 0);
         if (!dead) {
-          moved = nvme::drain(q, mask, finisher) != 0 || moved;
+          moved = nvme::drain(q, here, finisher) != 0 || moved;
           continue;
         }
         atomic::store_relaxed(&q.failed, 1u);
       }
       bool again;
-      const uint32_t got = end_flight(c, v, q, mask, batch, opcode, t, f.tickets[n],
+      const uint32_t got = end_flight(c, v, q, here, batch, opcode, t, f.tickets[n],
                                       ((f.leased >> n) & 1) != 0, ((done >> n) & 1) != 0, again);
       if (again) {
         targets |= 1u << n;
@@ -155,63 +154,63 @@ FW_DEVICE_NOINLINE uint32_t wait_for_flights(line_cache& c, volume& v, uint32_t 
 
 // Moves the lane's line to or from each namespace in `targets`. Returns the worst status of the
 // lane's commands.
-FW_DEVICE uint32_t move_to(line_cache& c, volume& v, uint32_t seat, uint32_t mask, uint32_t targets,
+FW_DEVICE uint32_t move_to(line_cache& c, volume& v, uint32_t seat, lanes here, uint32_t targets,
                            uint8_t opcode, const transfer& t) {
   uint32_t status = nvme::kSuccess;
-  while (warp::any(mask, targets != 0)) {
+  while (here.any(targets != 0)) {
     flights f;
     f.seat = seat;
-    status = worse_of(status, submit_spread(c, v, mask, targets, opcode, t, f));
-    status = worse_of(status, wait_for_flights(c, v, mask, targets, opcode, t, f));
+    status = worse_of(status, submit_spread(c, v, here, targets, opcode, t, f));
+    status = worse_of(status, wait_for_flights(c, v, here, targets, opcode, t, f));
   }
   return status;
 }
 
 // As `move_in_place`, on the namespaces in `targets`; takes out of `targets` what was moved.
 FW_DEVICE uint32_t move_targets_in_place(const line_cache& c, const volume& v, uint32_t seat,
-                                         uint32_t mask, uint32_t targets, uint8_t opcode,
+                                         lanes here, uint32_t targets, uint8_t opcode,
                                          const transfer& t) {
   for (uint32_t n = 0; n < v.namespace_count; n++) {
-    const uint32_t lanes = warp::ballot(mask, ((targets >> n) & 1) != 0);
-    if (lanes == 0) continue;
-    const uint32_t left = move_in_place(c, v, queue_on(v, seat, n), mask, lanes, opcode, t);
-    if (((left >> warp::lane()) & 1) == 0) targets &= ~(1u << n);
+    const lanes on = here.ballot(((targets >> n) & 1) != 0);
+    if (!on) continue;
+    const lanes left = move_in_place(c, v, queue_on(v, seat, n), here, on, opcode, t);
+    if (!left.mine()) targets &= ~(1u << n);
   }
   return targets;
 }
 
 // As `move_lines`. A read that fails on one replica asks the next.
-FW_DEVICE_NOINLINE uint32_t move_lines_spread(line_cache& c, volume& v, uint32_t mask,
-                                              uint32_t members, uint8_t opcode, const transfer& t) {
-  const uint32_t seat = take_seat(mask);
+FW_DEVICE_NOINLINE uint32_t move_lines_spread(line_cache& c, volume& v, lanes here, lanes members,
+                                              uint8_t opcode, const transfer& t) {
+  const uint32_t seat = take_seat(here);
   uint32_t status = nvme::kSuccess;
   uint32_t tried = 0;
-  while (members != 0) {
-    const bool mine = (members >> warp::lane()) & 1;
+  while (members) {
+    const bool mine = members.mine();
     const uint32_t targets = mine ? targets_of(v, seat, opcode, t.line, tried) : 0;
     tried |= targets;
-    const uint32_t left = move_targets_in_place(c, v, seat, mask, targets, opcode, t);
-    const uint32_t got = move_to(c, v, seat, mask, left, opcode, t);
+    const uint32_t left = move_targets_in_place(c, v, seat, here, targets, opcode, t);
+    const uint32_t got = move_to(c, v, seat, here, left, opcode, t);
     if (mine) status = got;
     // On the direct route a command that has not come back may still write the frame.
     const bool lost = got == nvme::kTimedOut && v.path == nvme::kDirect;
     const bool again =
         mine && got != nvme::kSuccess && !lost && targets_of(v, seat, opcode, t.line, tried) != 0;
-    members = warp::ballot(mask, again);
+    members = here.ballot(again);
   }
   return status;
 }
 
 // As `move_lines_detached`.
-FW_DEVICE_NOINLINE void move_detached_spread(line_cache& c, volume& v, uint32_t mask,
-                                             uint32_t members, uint8_t opcode, const transfer& t) {
-  const bool mine = (members >> warp::lane()) & 1;
-  const uint32_t seat = take_seat(mask);
+FW_DEVICE_NOINLINE void move_detached_spread(line_cache& c, volume& v, lanes here, lanes members,
+                                             uint8_t opcode, const transfer& t) {
+  const bool mine = members.mine();
+  const uint32_t seat = take_seat(here);
   const uint32_t targets = mine ? targets_of(v, seat, opcode, t.line, 0) : 0;
   if (mine && opcode == nvme::kWrite) begin_replicas(v, t.way);
   for (uint32_t n = 0; n < v.namespace_count; n++) {
-    const uint32_t on = warp::ballot(mask, ((targets >> n) & 1) != 0);
-    if (on != 0) move_detached_on(c, v, queue_on(v, seat, n), mask, on, opcode, t);
+    const lanes on = here.ballot(((targets >> n) & 1) != 0);
+    if (on) move_detached_on(c, v, queue_on(v, seat, n), here, on, opcode, t);
   }
 }
 

@@ -32,9 +32,9 @@ struct tally {
     tier_lines += other.tier_lines;
   }
 
-  FW_DEVICE void add_to(const volume& v, uint32_t mask) { add_to(shard_of(v), mask); }
-  FW_DEVICE void add_to(counters& shard, uint32_t mask) {
-    if (warp::lane() == base::lowest_bit(mask)) {
+  FW_DEVICE void add_to(const volume& v, lanes here) { add_to(shard_of(v), here); }
+  FW_DEVICE void add_to(counters& shard, lanes here) {
+    if (here.leads()) {
       if (hits != 0) atomic::add_relaxed(&shard.hits, uint64_t(hits));
       if (misses != 0) atomic::add_relaxed(&shard.misses, uint64_t(misses));
       if (evictions != 0) atomic::add_relaxed(&shard.evictions, uint64_t(evictions));
@@ -48,14 +48,14 @@ struct tally {
 
   // Adds what a user's kernel did. Leaves out hits: nearly all hits take no slow path, so the
   // kernel never counts them.
-  FW_DEVICE void add_kernel_to(const volume& v, uint32_t mask) { add_kernel_to(shard_of(v), mask); }
-  FW_DEVICE void add_kernel_to(counters& shard, uint32_t mask) {
+  FW_DEVICE void add_kernel_to(const volume& v, lanes here) { add_kernel_to(shard_of(v), here); }
+  FW_DEVICE void add_kernel_to(counters& shard, lanes here) {
     hits = 0;
-    if (warp::lane() == base::lowest_bit(mask)) {
+    if (here.leads()) {
       if (misses != 0) atomic::add_relaxed(&shard.kernel_misses, uint64_t(misses));
       if (bytes_read != 0) atomic::add_relaxed(&shard.kernel_bytes_read, bytes_read);
     }
-    add_to(shard, mask);
+    add_to(shard, here);
   }
 };
 

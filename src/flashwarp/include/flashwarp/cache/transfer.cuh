@@ -13,36 +13,36 @@
 namespace fw::cache {
 
 // Transfers one line for each lane of `members` and waits. Returns the lane's status.
-FW_DEVICE_NOINLINE uint32_t move_lines(line_cache& c, volume& v, uint32_t mask, uint32_t members,
+FW_DEVICE_NOINLINE uint32_t move_lines(line_cache& c, volume& v, lanes here, lanes members,
                                        uint8_t opcode, const transfer& t) {
-  if (v.spread != kOneNamespace) return move_lines_spread(c, v, mask, members, opcode, t);
-  nvme::queue_pair& q = queue_of(v, take_seat(mask));
+  if (v.spread != kOneNamespace) return move_lines_spread(c, v, here, members, opcode, t);
+  nvme::queue_pair& q = queue_of(v, take_seat(here));
   line_finisher finisher{c};
   uint32_t status = 0;
-  members = move_in_place(c, v, q, mask, members, opcode, t);
-  while (members != 0) {
-    const uint32_t batch = first_batch(q, members);
-    const bool mine = (batch >> warp::lane()) & 1;
-    members &= ~batch;
+  members = move_in_place(c, v, q, here, members, opcode, t);
+  while (members) {
+    const lanes batch = first_batch(q, members);
+    const bool mine = batch.mine();
+    members -= batch;
     uint32_t ticket;
     uint64_t address;
-    if (!submit_lines(c, v, q, mask, batch, opcode, t, false, ticket, address)) {
+    if (!submit_lines(c, v, q, here, batch, opcode, t, false, ticket, address)) {
       if (mine) status = nvme::kTimedOut;
       continue;
     }
-    const uint32_t got = nvme::wait_for_completions(q, mask, batch, ticket, finisher);
+    const uint32_t got = nvme::wait_for_completions(q, here, batch, ticket, finisher);
     if (mine) status = got;
-    members |= end_lines(c, v, q, mask, batch, opcode, t, ticket, address, got);
+    members |= end_lines(c, v, q, here, batch, opcode, t, ticket, address, got);
   }
   return status;
 }
 
 // Starts one transfer for each lane of `members`, and waits for ring space only. In place it is
 // over when this returns.
-FW_DEVICE_NOINLINE void move_lines_detached(line_cache& c, volume& v, uint32_t mask,
-                                            uint32_t members, uint8_t opcode, const transfer& t) {
-  if (v.spread != kOneNamespace) return move_detached_spread(c, v, mask, members, opcode, t);
-  move_detached_on(c, v, queue_of(v, take_seat(mask)), mask, members, opcode, t);
+FW_DEVICE_NOINLINE void move_lines_detached(line_cache& c, volume& v, lanes here, lanes members,
+                                            uint8_t opcode, const transfer& t) {
+  if (v.spread != kOneNamespace) return move_detached_spread(c, v, here, members, opcode, t);
+  move_detached_on(c, v, queue_of(v, take_seat(here)), here, members, opcode, t);
 }
 
 }  // namespace fw::cache

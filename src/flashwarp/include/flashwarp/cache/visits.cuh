@@ -33,19 +33,18 @@ FW_DEVICE bool begin_visit(volume& v) {
   return false;
 }
 
-// Begins and ends one visit for all lanes of `mask` together.
-FW_DEVICE bool begin_visit(volume& v, uint32_t mask) {
-  const uint32_t leader = base::lowest_bit(mask);
-  const bool inside = warp::lane() == leader && begin_visit(v);
-  const bool all = warp::broadcast(mask, inside, leader);
+// Begins and ends one visit for all lanes of `here` together.
+FW_DEVICE bool begin_visit(volume& v, lanes here) {
+  const bool inside = here.leads() && begin_visit(v);
+  const bool all = here.broadcast(inside);
   // The leader has acquired the entry for all lanes.
-  warp::sync(mask);
+  here.sync();
   return all;
 }
-FW_DEVICE void end_visit(volume& v, uint32_t mask) {
+FW_DEVICE void end_visit(volume& v, lanes here) {
   // All lanes have left before the leader says so.
-  warp::sync(mask);
-  if (warp::lane() == base::lowest_bit(mask)) end_visit(v);
+  here.sync();
+  if (here.leads()) end_visit(v);
 }
 
 // The volume that a warp helps at `step` of a wait: its own, and each fourth time all in turn.
@@ -75,13 +74,12 @@ FW_DEVICE nvme::queue_pair& queue_to_help(const volume& v, uint32_t step) {
 }
 
 // Does one step of a wait for a line: drains a queue pair, or pauses. `step` numbers the steps.
-FW_DEVICE_NOINLINE void help_any(line_cache& c, volume& v, uint32_t mask, uint32_t step) {
+FW_DEVICE_NOINLINE void help_any(line_cache& c, volume& v, lanes here, uint32_t step) {
   line_finisher finisher{c};
-  const uint32_t leader = base::lowest_bit(mask);
   // One lane chooses for all: lanes may read different table entries, and be at different steps.
   volume* visited = nullptr;
   uint64_t queue = 0;
-  if (warp::lane() == leader) {
+  if (here.leads()) {
     volume& target = volume_to_help(c, v, step);
     const bool ours = same_array(target, v);
     if (ours || begin_visit(target)) {
@@ -89,15 +87,15 @@ FW_DEVICE_NOINLINE void help_any(line_cache& c, volume& v, uint32_t mask, uint32
       queue = reinterpret_cast<uint64_t>(&queue_to_help(target, step));
     }
   }
-  queue = warp::broadcast(mask, queue, leader);
+  queue = here.broadcast(queue);
   if (queue == 0) {
     // The array has just closed: it has nothing in flight any more.
     base::pause(nvme::kBackOffNs);
     return;
   }
-  nvme::help(*reinterpret_cast<nvme::queue_pair*>(queue), mask, finisher);
+  nvme::help(*reinterpret_cast<nvme::queue_pair*>(queue), here, finisher);
   // All lanes have left the queue before the leader says so.
-  warp::sync(mask);
+  here.sync();
   if (visited != nullptr) end_visit(*visited);
 }
 

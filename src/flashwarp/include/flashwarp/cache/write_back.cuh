@@ -40,31 +40,31 @@ FW_DEVICE void count_write(line_cache& c, const volume& v, const transfer& t) {
 
 // Writes back the line of each lane in `members`, volume by volume, because a victim may belong to
 // another array than `self`. Waits for the writes unless `detached`. Returns the lane's status.
-FW_DEVICE_NOINLINE uint32_t write_back(line_cache& c, const volume& self, uint32_t mask,
-                                       uint32_t members, const transfer& t, bool detached) {
+FW_DEVICE_NOINLINE uint32_t write_back(line_cache& c, const volume& self, lanes here, lanes members,
+                                       const transfer& t, bool detached) {
   uint32_t status = 0;
-  const bool mine = (members >> warp::lane()) & 1;
+  const bool mine = members.mine();
   volume* owner = mine ? &volume_of(c, t.line) : nullptr;
-  while (members != 0) {
-    const uint32_t leader = base::lowest_bit(members);
+  while (members) {
+    const uint32_t leader = members.leader();
     volume* v =
-        reinterpret_cast<volume*>(warp::broadcast(mask, reinterpret_cast<uint64_t>(owner), leader));
-    const uint32_t batch = members & warp::ballot(mask, mine && owner == v);
-    members &= ~batch;
-    const bool in_batch = (batch >> warp::lane()) & 1;
+        reinterpret_cast<volume*>(here.broadcast(reinterpret_cast<uint64_t>(owner), leader));
+    const lanes batch = members & here.ballot(mine && owner == v);
+    members -= batch;
+    const bool in_batch = batch.mine();
     const bool visits = !same_array(*v, self);
-    if (visits && !begin_visit(*v, mask)) {
+    if (visits && !begin_visit(*v, here)) {
       if (in_batch) give_up_line(c, t);
       continue;
     }
     if (in_batch) count_write(c, *v, t);
     if (detached) {
-      move_lines_detached(c, *v, mask, batch, nvme::kWrite, t);
+      move_lines_detached(c, *v, here, batch, nvme::kWrite, t);
     } else {
-      const uint32_t got = move_lines(c, *v, mask, batch, nvme::kWrite, t);
+      const uint32_t got = move_lines(c, *v, here, batch, nvme::kWrite, t);
       if (in_batch) status = end_write_back(c, *v, t, got);
     }
-    if (visits) end_visit(*v, mask);
+    if (visits) end_visit(*v, here);
   }
   return status;
 }
@@ -75,40 +75,40 @@ FW_DEVICE bool has_failed(volume& v) { return atomic::load_relaxed(&failure_mark
 // Writes back each lane's way if it holds a dirty line of [line_begin, line_end). Waits until no
 // write-back of such a line is in flight, whichever warp began it. Records failures, which end the
 // wait.
-FW_DEVICE void flush_ways(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
+FW_DEVICE void flush_ways(line_cache& c, volume& v, lanes here, bool wants, uint64_t way,
                           uint64_t line_begin, uint64_t line_end) {
   nvme::deadline limit(v.queues[0].data);
   uint32_t step = 0;
   bool pending = wants;
-  while (warp::any(mask, pending)) {
+  while (here.any(pending)) {
     const uint64_t word = pending ? atomic::load_acquire(&c.geometry.tags[way]) : 0;
     const uint64_t line = tag::line_of(word);
     const bool ours = tag::state_of(word) == tag::kValid && line >= line_begin && line < line_end;
     const bool in_flight = ours && (word & tag::kWriting) != 0;
     const bool dirty = ours && !in_flight && (word & tag::kDirty) != 0;
     const bool taken = dirty && begin_write(&c.geometry.tags[way], line);
-    const uint32_t members = warp::ballot(mask, taken);
-    if (members != 0) write_back(c, v, mask, members, {line, way}, false);
+    const lanes members = here.ballot(taken);
+    if (members) write_back(c, v, here, members, {line, way}, false);
     // A dirty line that was not taken has just changed: look at it again.
     pending = pending && (in_flight || (dirty && !taken));
-    if (!warp::any(mask, pending) || members != 0) continue;
-    if (warp::any(mask, limit.passed() || has_failed(v))) {
+    if (!here.any(pending) || members) continue;
+    if (here.any(limit.passed() || has_failed(v))) {
       if (pending) record_error(v, nvme::kTimedOut, nvme::kWrite, line);
       return;
     }
-    help_any(c, v, mask, step++);
+    help_any(c, v, here, step++);
   }
 }
 
 // Empties each lane's way if it holds a line of the volume, after its fill, pins and write-back
 // have ended. Keeps a dirty line unless `drop_dirty`: after a flush, it holds what other kernels
 // have stored since. Returns false if the wait of any lane ran out of time, which it records.
-FW_DEVICE bool invalidate_ways(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
+FW_DEVICE bool invalidate_ways(line_cache& c, volume& v, lanes here, bool wants, uint64_t way,
                                bool drop_dirty) {
   nvme::deadline limit(v.queues[0].data);
   uint32_t step = 0;
   bool pending = wants;
-  while (warp::any(mask, pending)) {
+  while (here.any(pending)) {
     const uint64_t word = pending ? atomic::load_acquire(&c.geometry.tags[way]) : 0;
     const uint64_t line = tag::line_of(word);
     if (pending && (tag::state_of(word) == tag::kInvalid || line < v.line_begin ||
@@ -124,12 +124,12 @@ FW_DEVICE bool invalidate_ways(line_cache& c, volume& v, uint32_t mask, bool wan
         pending = false;
       }
     }
-    if (!warp::any(mask, pending)) break;
-    if (warp::any(mask, limit.passed() || has_failed(v))) {
+    if (!here.any(pending)) break;
+    if (here.any(limit.passed() || has_failed(v))) {
       if (pending) record_error(v, nvme::kTimedOut, nvme::kRead, line);
       return false;
     }
-    help_any(c, v, mask, step++);
+    help_any(c, v, here, step++);
   }
   return true;
 }
@@ -137,10 +137,10 @@ FW_DEVICE bool invalidate_ways(line_cache& c, volume& v, uint32_t mask, bool wan
 // Empties each lane's place in the host tier if it holds a line of the volume. The volume's frames
 // are empty already. Waits while a warp copies the line, which is brief: that warp waits for
 // nothing.
-FW_DEVICE void drop_from_tier(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t place) {
+FW_DEVICE void drop_from_tier(line_cache& c, volume& v, lanes here, bool wants, uint64_t place) {
   nvme::deadline limit(v.queues[0].data);
   bool pending = wants;
-  while (warp::any(mask, pending)) {
+  while (here.any(pending)) {
     const uint64_t word = pending ? atomic::load_acquire(&c.tier.tags[place]) : 0;
     const bool ours =
         tier::state_of(word) != tier::kEmpty && tier::line_of(word) - v.line_begin < v.line_count;
@@ -149,8 +149,8 @@ FW_DEVICE void drop_from_tier(line_cache& c, volume& v, uint32_t mask, bool want
     if (!ours || (held && atomic::cas_acq_rel(&c.tier.tags[place], word, uint64_t(tier::kEmpty)))) {
       pending = false;
     }
-    if (!warp::any(mask, pending)) return;
-    if (warp::any(mask, limit.passed() || has_failed(v))) {
+    if (!here.any(pending)) return;
+    if (here.any(limit.passed() || has_failed(v))) {
       if (pending) record_error(v, nvme::kTimedOut, nvme::kRead, tier::line_of(word));
       return;
     }

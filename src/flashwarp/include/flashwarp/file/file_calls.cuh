@@ -46,12 +46,12 @@ FW_DEVICE bool is_time_to_look(const file& f, const span& s) {
 }
 
 // Starts the fills of the lines of a read and of those behind it, as far as the file has them. All
-// lanes of `mask` call. In place there is nothing to start: the warp itself would copy what others
+// lanes of `here` call. In place there is nothing to start: the warp itself would copy what others
 // copy when they need it, and evict what they still need.
-FW_DEVICE void look_ahead(const file& f, uint32_t mask, const span& s) {
+FW_DEVICE void look_ahead(const file& f, lanes here, const span& s) {
   const nvme::queue_pair& q = f.bytes.volume->queues[0];
   const bool plain = q.plain_reads != 0 || q.parts != nullptr;
-  if (warp::any(mask, plain && nvme::path_of(q) == nvme::kInPlace)) return;
+  if (here.any(plain && nvme::path_of(q) == nvme::kInPlace)) return;
   span wide = s;
   const uint64_t ahead = uint64_t(f.lines_ahead) << f.bytes.geometry.line_shift;
   const uint64_t size = f.size();
@@ -63,19 +63,19 @@ inline constexpr uint32_t kAllMoved = ~0u;
 
 // Moves the lines of a span as long as all lanes find theirs resident, as `move_shared` does, but
 // with what the view itself knows. Returns how many lines of each lane it has moved, or kAllMoved.
-// It may have moved some of the next lines, too. All lanes of `mask` call together.
+// It may have moved some of the next lines, too. All lanes of `here` call together.
 template <bool kToFrame>
-FW_DEVICE_NOINLINE uint32_t move_resident(const cache::geometry& g, uint64_t line_begin,
-                                          uint32_t mask, const span& s) {
+FW_DEVICE_NOINLINE uint32_t move_resident(const cache::geometry& g, uint64_t line_begin, lanes here,
+                                          const span& s) {
   uint32_t moved = 0;
-  for (walk at(g, s); warp::any(mask, at.more()); at.line += at.stride) {
+  for (walk at(g, s); here.any(at.more()); at.line += at.stride) {
     const bool wants = at.more();
     cache::place where = {0, 0, false};
     if (wants) where = cache::probe(g, line_begin + at.line);
-    if (warp::any(mask, wants != where.found)) return moved;
+    if (here.any(wants != where.found)) return moved;
     copy_piece<kToFrame> op = piece_of<kToFrame>(g, s, at.line, wants);
-    const uint32_t served = cache::serve_hits<policy>(g, mask, where, op);
-    if (warp::any(mask, wants && ((served >> warp::lane()) & 1) == 0)) return moved;
+    const lanes served = cache::serve_hits<policy>(g, here, where, op);
+    if (here.any(wants && !served.mine())) return moved;
     moved++;
   }
   return kAllMoved;
@@ -83,20 +83,20 @@ FW_DEVICE_NOINLINE uint32_t move_resident(const cache::geometry& g, uint64_t lin
 
 // The same for a span of a file. Returns false if `s` is left.
 template <bool kToFrame>
-FW_DEVICE bool move_all_resident(const file& f, uint32_t mask, span& s) {
-  const uint32_t moved = move_resident<kToFrame>(f.bytes.geometry, f.bytes.line_begin, mask, s);
+FW_DEVICE bool move_all_resident(const file& f, lanes here, span& s) {
+  const uint32_t moved = move_resident<kToFrame>(f.bytes.geometry, f.bytes.line_begin, here, s);
   if (moved == kAllMoved) return true;
   s.first += moved * s.stride;
   return false;
 }
 
 // The piece of a read of one line by a full warp, if that takes the short way; else of no bytes.
-FW_DEVICE cache::piece short_piece(const file& f, uint32_t mask, const span& s) {
+FW_DEVICE cache::piece short_piece(const file& f, lanes here, const span& s) {
   if constexpr (warp::kWarpWidth == 1) return {0, 0, 0, 0};
   const uint32_t shift = f.bytes.geometry.line_shift;
   const uint64_t line = s.begin >> shift;
   const bool one = s.stride == warp::kWarpWidth && (s.end - 1) >> shift == line;
-  if (mask != warp::kFullMask || !one || base::is_private(s.buffer)) return {0, 0, 0, 0};
+  if (here != lanes::all() || !one || base::is_private(s.buffer)) return {0, 0, 0, 0};
   const cache::piece what = {f.bytes.line_begin + line, s.begin - (line << shift), s.end - s.begin,
                              s.buffer};
   return cache::is_held(what) ? what : cache::piece{0, 0, 0, 0};
@@ -109,73 +109,73 @@ FW_DEVICE_NOINLINE bool copy_held(const cache::geometry& g, uint64_t line, uint6
 }
 
 // Moves a read's bytes if all their lines are resident. Returns false if `s` is left.
-FW_DEVICE bool read_resident(const file& f, uint32_t mask, span& s) {
-  const cache::piece held = short_piece(f, mask, s);
-  if (held.bytes == 0) return move_all_resident<false>(f, mask, s);
+FW_DEVICE bool read_resident(const file& f, lanes here, span& s) {
+  const cache::piece held = short_piece(f, here, s);
+  if (held.bytes == 0) return move_all_resident<false>(f, here, s);
   const bool moved = copy_held(f.bytes.geometry, held.line, held.offset, held.bytes, held.buffer);
   // All lanes see the whole copy.
-  warp::sync(mask);
+  here.sync();
   return moved;
 }
 
-// Moves bytes by the lanes of `mask`, group `rank` of `ranks`. The result is that of this group.
-FW_DEVICE int64_t read_file(const file& f, uint32_t mask, void* to, uint64_t offset, int64_t nbytes,
+// Moves bytes by the lanes of `here`, group `rank` of `ranks`. The result is that of this group.
+FW_DEVICE int64_t read_file(const file& f, lanes here, void* to, uint64_t offset, int64_t nbytes,
                             uint32_t rank, uint32_t ranks) {
   if (nbytes <= 0) return nbytes;
-  span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), to), rank, ranks);
-  const bool hit = read_resident(f, mask, s);
-  if (hit ? is_time_to_look(f, s) : f.lines_ahead != 0) look_ahead(f, mask, s);
+  span s = dealt(here, f.bytes.span_of(offset, uint64_t(nbytes), to), rank, ranks);
+  const bool hit = read_resident(f, here, s);
+  if (hit ? is_time_to_look(f, s) : f.lines_ahead != 0) look_ahead(f, here, s);
   if (hit) return nbytes;
-  const uint32_t got = base::opaque(&move_shared<false>)(f.bytes.cache, f.bytes.volume, mask, s);
+  const uint32_t got = base::opaque(&move_shared<false>)(f.bytes.cache, f.bytes.volume, here, s);
   return file_result(got, uint64_t(nbytes));
 }
 
-// Reads each lane's lines around the cache. All lanes of `mask` call together. Returns the lane's
+// Reads each lane's lines around the cache. All lanes of `here` call together. Returns the lane's
 // first failure.
-FW_DEVICE_NOINLINE uint32_t read_lines_around(cache::line_cache* c, cache::volume* v, uint32_t mask,
+FW_DEVICE_NOINLINE uint32_t read_lines_around(cache::line_cache* c, cache::volume* v, lanes here,
                                               const span& s) {
   cache::tally count;
   cache::around_count around;
   uint32_t status = nvme::kSuccess;
-  for (walk at(c->geometry, s); warp::any(mask, at.more()); at.line += at.stride) {
+  for (walk at(c->geometry, s); here.any(at.more()); at.line += at.stride) {
     const bool wants = at.more();
     copy_piece<false> op = piece_of<false>(c->geometry, s, at.line, wants);
-    const uint32_t got = cache::access_around<policy>(*c, *v, mask, wants, v->line_begin + at.line,
+    const uint32_t got = cache::access_around<policy>(*c, *v, here, wants, v->line_begin + at.line,
                                                       op, count, around);
     if (wants && status == nvme::kSuccess) status = got;
   }
   around.add_to(*v);
-  count.add_kernel_to(*v, mask);
-  warp::sync(mask);
+  count.add_kernel_to(*v, here);
+  here.sync();
   return status;
 }
 
 // As read_file, around the cache.
-FW_DEVICE int64_t read_file_around(const file& f, uint32_t mask, void* to, uint64_t offset,
+FW_DEVICE int64_t read_file_around(const file& f, lanes here, void* to, uint64_t offset,
                                    int64_t nbytes, uint32_t rank, uint32_t ranks) {
   if (nbytes <= 0) return nbytes;
-  const span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), to), rank, ranks);
-  const uint32_t got = base::opaque(&read_lines_around)(f.bytes.cache, f.bytes.volume, mask, s);
-  return file_result(status_of_all(mask, got), uint64_t(nbytes));
+  const span s = dealt(here, f.bytes.span_of(offset, uint64_t(nbytes), to), rank, ranks);
+  const uint32_t got = base::opaque(&read_lines_around)(f.bytes.cache, f.bytes.volume, here, s);
+  return file_result(status_of_all(here, got), uint64_t(nbytes));
 }
 
 // As read_file, for a write. The end of the file stays where it is.
 template <typename Misses = cache::fetch_misses>
-FW_DEVICE int64_t write_file(const file& f, uint32_t mask, const void* from, uint64_t offset,
+FW_DEVICE int64_t write_file(const file& f, lanes here, const void* from, uint64_t offset,
                              int64_t nbytes, uint32_t rank, uint32_t ranks) {
   if (nbytes <= 0) return nbytes;
-  span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), from), rank, ranks);
-  if (move_all_resident<true>(f, mask, s)) return nbytes;
+  span s = dealt(here, f.bytes.span_of(offset, uint64_t(nbytes), from), rank, ranks);
+  if (move_all_resident<true>(f, here, s)) return nbytes;
   const uint32_t got =
-      base::opaque(&move_shared<true, Misses>)(f.bytes.cache, f.bytes.volume, mask, s);
+      base::opaque(&move_shared<true, Misses>)(f.bytes.cache, f.bytes.volume, here, s);
   return file_result(got, uint64_t(nbytes));
 }
 
-// Lets the file end behind a write of `got` bytes, or of none, by the lanes of `mask`. `size` was
+// Lets the file end behind a write of `got` bytes, or of none, by the lanes of `here`. `size` was
 // looked at before the write: it only grows, and so no write waits for this look.
-FW_DEVICE int64_t end_write(const file& f, uint32_t mask, uint64_t size, uint64_t offset,
+FW_DEVICE int64_t end_write(const file& f, lanes here, uint64_t size, uint64_t offset,
                             int64_t got) {
-  if (got > 0 && warp::rank_in(mask) == 0) extend_to(f, size, offset + uint64_t(got));
+  if (got > 0 && here.rank() == 0) extend_to(f, size, offset + uint64_t(got));
   return got;
 }
 
@@ -193,17 +193,15 @@ FW_DEVICE int64_t write_own(const file& f, const void* from, uint64_t offset, ui
 // A write by the lanes of a warp.
 template <typename Misses>
 FW_DEVICE int64_t write_by_warp(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
-  const uint32_t mask = active_on(f.bytes.volume);
+  const lanes here = active_on(f.bytes.volume);
   const int64_t n = writable(f, offset, nbytes);
   const uint64_t size = f.size();
-  const int64_t got = write_file<Misses>(f, mask, from, offset, n, 0, 1);
-  return end_write(f, mask, size, offset, got);
+  const int64_t got = write_file<Misses>(f, here, from, offset, n, 0, 1);
+  return end_write(f, here, size, offset, got);
 }
 
 // The answer of one lane for all: another lane may see another size.
-FW_DEVICE int64_t same(uint32_t mask, int64_t n) {
-  return warp::broadcast(mask, n, base::lowest_bit(mask));
-}
+FW_DEVICE int64_t same(lanes here, int64_t n) { return here.broadcast(n); }
 
 // The result of a block whose warps have theirs, behind a barrier.
 FW_DEVICE int64_t common(int64_t got) {
@@ -219,18 +217,18 @@ FW_DEVICE int64_t write_by_block(const file& f, const void* from, uint64_t offse
   block::sync();
   const int64_t n = writable(f, offset, nbytes);
   const uint64_t size = f.size();
-  const int64_t got = common(write_file<Misses>(f, warp::kFullMask, from, offset, n,
+  const int64_t got = common(write_file<Misses>(f, lanes::all(), from, offset, n,
                                                 block::warp_rank(), block::warp_count()));
-  return end_write(f, warp::kFullMask, size, offset, got);
+  return end_write(f, lanes::all(), size, offset, got);
 }
 
-// Writes the dirty lines of a span back that was dealt to the lanes of `mask`, and makes all that
+// Writes the dirty lines of a span back that was dealt to the lanes of `here`, and makes all that
 // was written to its namespaces durable.
-FW_DEVICE_NOINLINE uint32_t make_durable(cache::line_cache* c, cache::volume* v, uint32_t mask,
+FW_DEVICE_NOINLINE uint32_t make_durable(cache::line_cache* c, cache::volume* v, lanes here,
                                          const span& s) {
-  clean_span(c, v, mask, s);
-  const uint32_t status = status_of_all(mask, wait_clean(c, v, mask, s));
-  return status != nvme::kSuccess ? status : cache::flush_namespaces(*c, *v, mask);
+  clean_span(c, v, here, s);
+  const uint32_t status = status_of_all(here, wait_clean(c, v, here, s));
+  return status != nvme::kSuccess ? status : cache::flush_namespaces(*c, *v, here);
 }
 
 // What a flush writes back: [offset, offset + nbytes), as far as the file has it.
@@ -240,10 +238,10 @@ FW_DEVICE int64_t syncable(const file& f, uint64_t offset, uint64_t nbytes) {
   return int64_t(nbytes < f.size() - offset ? nbytes : f.size() - offset);
 }
 
-FW_DEVICE int64_t sync_file(const file& f, uint32_t mask, uint64_t offset, int64_t n) {
+FW_DEVICE int64_t sync_file(const file& f, lanes here, uint64_t offset, int64_t n) {
   if (n <= 0) return n;
-  const span s = dealt(mask, f.bytes.span_of(offset, uint64_t(n), nullptr), 0, 1);
-  return file_result(base::opaque(&make_durable)(f.bytes.cache, f.bytes.volume, mask, s),
+  const span s = dealt(here, f.bytes.span_of(offset, uint64_t(n), nullptr), 0, 1);
+  return file_result(base::opaque(&make_durable)(f.bytes.cache, f.bytes.volume, here, s),
                      uint64_t(n));
 }
 
@@ -264,9 +262,9 @@ FW_DEVICE int64_t read_around(const file& f, void* to, uint64_t offset, uint64_t
   const int64_t n = detail::readable(f, offset, nbytes);
   if (n <= 0) return n;
   const detail::span s = f.bytes.span_of(offset, uint64_t(n), to);
-  const uint32_t mask = detail::active_on(f.bytes.volume);
+  const lanes here = detail::active_on(f.bytes.volume);
   const uint32_t got =
-      base::opaque(&detail::read_lines_around)(f.bytes.cache, f.bytes.volume, mask, s);
+      base::opaque(&detail::read_lines_around)(f.bytes.cache, f.bytes.volume, here, s);
   return detail::file_result(got, uint64_t(n));
 }
 
@@ -292,15 +290,15 @@ FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint6
 namespace warp {
 
 FW_DEVICE int64_t read(const file& f, void* to, uint64_t offset, uint64_t nbytes) {
-  const uint32_t mask = detail::active_on(f.bytes.volume);
-  const int64_t n = detail::same(mask, detail::readable(f, offset, nbytes));
-  return detail::read_file(f, mask, to, offset, n, 0, 1);
+  const lanes here = detail::active_on(f.bytes.volume);
+  const int64_t n = detail::same(here, detail::readable(f, offset, nbytes));
+  return detail::read_file(f, here, to, offset, n, 0, 1);
 }
 
 FW_DEVICE int64_t read_around(const file& f, void* to, uint64_t offset, uint64_t nbytes) {
-  const uint32_t mask = detail::active_on(f.bytes.volume);
-  const int64_t n = detail::same(mask, detail::readable(f, offset, nbytes));
-  return detail::read_file_around(f, mask, to, offset, n, 0, 1);
+  const lanes here = detail::active_on(f.bytes.volume);
+  const int64_t n = detail::same(here, detail::readable(f, offset, nbytes));
+  return detail::read_file_around(f, here, to, offset, n, 0, 1);
 }
 
 FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
@@ -312,21 +310,21 @@ FW_DEVICE int64_t write_around(const file& f, const void* from, uint64_t offset,
 }
 
 FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint64_t* at = nullptr) {
-  const uint32_t mask = detail::active_on(f.bytes.volume);
+  const lanes here = detail::active_on(f.bytes.volume);
   int64_t begin = 0;
-  if (rank_in(mask) == 0) begin = detail::take_end(f, nbytes);
-  begin = detail::same(mask, begin);
+  if (here.rank() == 0) begin = detail::take_end(f, nbytes);
+  begin = detail::same(here, begin);
   if (begin < 0) return begin;
   if (at != nullptr) *at = uint64_t(begin);
-  return detail::write_file(f, mask, from, uint64_t(begin), int64_t(nbytes), 0, 1);
+  return detail::write_file(f, here, from, uint64_t(begin), int64_t(nbytes), 0, 1);
 }
 
 // Returns when the bytes that were written to [offset, offset + nbytes) are durable, with their
 // number. The size that writes and appends have given the file is durable after the host's flush.
 FW_DEVICE int64_t flush(const file& f, uint64_t offset, uint64_t nbytes) {
-  const uint32_t mask = detail::active_on(f.bytes.volume);
-  return detail::sync_file(f, mask, offset,
-                           detail::same(mask, detail::syncable(f, offset, nbytes)));
+  const lanes here = detail::active_on(f.bytes.volume);
+  return detail::sync_file(f, here, offset,
+                           detail::same(here, detail::syncable(f, offset, nbytes)));
 }
 
 }  // namespace warp
@@ -337,13 +335,13 @@ namespace block {
 FW_DEVICE int64_t read(const file& f, void* to, uint64_t offset, uint64_t nbytes) {
   const int64_t n = int64_t(broadcast(uint64_t(detail::readable(f, offset, nbytes))));
   return detail::common(
-      detail::read_file(f, warp::kFullMask, to, offset, n, warp_rank(), warp_count()));
+      detail::read_file(f, lanes::all(), to, offset, n, warp_rank(), warp_count()));
 }
 
 FW_DEVICE int64_t read_around(const file& f, void* to, uint64_t offset, uint64_t nbytes) {
   const int64_t n = int64_t(broadcast(uint64_t(detail::readable(f, offset, nbytes))));
   return detail::common(
-      detail::read_file_around(f, warp::kFullMask, to, offset, n, warp_rank(), warp_count()));
+      detail::read_file_around(f, lanes::all(), to, offset, n, warp_rank(), warp_count()));
 }
 
 FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
@@ -366,7 +364,7 @@ FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint6
 FW_DEVICE int64_t flush(const file& f, uint64_t offset, uint64_t nbytes) {
   const int64_t n = int64_t(broadcast(uint64_t(detail::syncable(f, offset, nbytes))));
   int64_t got = n;
-  if (warp_rank() == 0) got = detail::sync_file(f, warp::kFullMask, offset, n);
+  if (warp_rank() == 0) got = detail::sync_file(f, lanes::all(), offset, n);
   return detail::common(got);
 }
 

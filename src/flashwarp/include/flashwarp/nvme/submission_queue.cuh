@@ -9,14 +9,13 @@
 
 namespace fw::nvme {
 
-// Gives each lane of `members` (a subset of `mask`) a ticket, consecutive in lane order. `members`
+// Gives each lane of `members` (a subset of `here`) a ticket, consecutive in lane order. `members`
 // has at most `depth` lanes, so no two tickets of a batch share a slot.
-FW_DEVICE uint32_t take_tickets(queue_pair& q, uint32_t mask, uint32_t members) {
-  FW_ASSERT(base::popcount(members) <= (1u << q.depth_log2));
-  const uint32_t leader = base::lowest_bit(mask);
+FW_DEVICE uint32_t take_tickets(queue_pair& q, lanes here, lanes members) {
+  FW_ASSERT(members.count() <= (1u << q.depth_log2));
   uint32_t first = 0;
-  if (warp::lane() == leader) first = atomic::add_relaxed(&q.ticket, base::popcount(members));
-  return warp::broadcast(mask, first, leader) + warp::rank_in(members);
+  if (here.leads()) first = atomic::add_relaxed(&q.ticket, members.count());
+  return here.broadcast(first) + members.rank();
 }
 
 // Whether the slot of `ticket` is free for it.
@@ -51,41 +50,38 @@ FW_DEVICE bool is_written(const queue_pair& q, uint32_t ticket) {
 
 // Counts the consecutive written entries from `tail` on, at most as many as the ring has room for.
 // It holds depth - 1 unfetched entries, because a full ring must not look empty (tail == head).
-FW_DEVICE uint32_t count_publishable(const queue_pair& q, uint32_t mask, uint32_t tail) {
+FW_DEVICE uint32_t count_publishable(const queue_pair& q, lanes here, uint32_t tail) {
   const uint32_t depth = 1u << q.depth_log2;
   // One lane loads for all: the lanes must leave the loop together.
-  const uint32_t fetched =
-      warp::broadcast(mask, atomic::load_relaxed(&q.fetched), base::lowest_bit(mask));
+  const uint32_t fetched = here.broadcast(atomic::load_relaxed(&q.fetched));
   const uint32_t space = depth - 1 - (tail - fetched);
-  const uint32_t lanes = base::popcount(mask);
   uint32_t count = 0;
   while (count < space) {
-    const uint32_t mine = count + warp::rank_in(mask);
+    const uint32_t mine = count + here.rank();
     const bool ready = mine < space && is_written(q, tail + mine);
-    const uint32_t gap = mask & ~warp::ballot(mask, ready);
-    if (gap != 0) return count + base::popcount(mask & ((1u << base::lowest_bit(gap)) - 1));
-    count += lanes;
+    const lanes gap = here - here.ballot(ready);
+    if (gap) return count + here.below(gap.leader()).count();
+    count += here.count();
   }
   return space;
 }
 
-// Publishes written entries. Never waits; all lanes of `mask` call together. When it returns, each
+// Publishes written entries. Never waits; all lanes of `here` call together. When it returns, each
 // entry that was written before the call is published, or waits for an earlier ticket, whose owner
 // will publish it, or for room in the ring, and then a drainer will.
-FW_DEVICE_NOINLINE void publish(queue_pair& q, uint32_t mask) {
-  const uint32_t leader = base::lowest_bit(mask);
-  const bool leads = warp::lane() == leader;
+FW_DEVICE_NOINLINE void publish(queue_pair& q, lanes here) {
+  const bool leads = here.leads();
   // Orders the store of WRITTEN before the look at the lock. The holder unlocks and looks at the
   // entries again, with the same fence in between, so one of the two sees the other.
   atomic::fence_sequential();
   while (true) {
     bool got = leads && atomic::try_lock(&q.publish_lock);
-    if (!warp::broadcast(mask, got, leader)) return;
+    if (!here.broadcast(got)) return;
     uint32_t tail = leads ? atomic::load_relaxed(&q.tail) : 0;
-    tail = warp::broadcast(mask, tail, leader);
-    const uint32_t count = count_publishable(q, mask, tail);
+    tail = here.broadcast(tail);
+    const uint32_t count = count_publishable(q, here, tail);
     // Each lane has acquired the entries that it counted; the leader publishes all of them.
-    warp::sync(mask);
+    here.sync();
     if (leads) {
       if (count != 0) {
         atomic::store_relaxed(&q.tail, tail + count);
@@ -97,9 +93,9 @@ FW_DEVICE_NOINLINE void publish(queue_pair& q, uint32_t mask) {
       }
       atomic::unlock(&q.publish_lock);
     }
-    warp::sync(mask);
+    here.sync();
     atomic::fence_sequential();
-    if (count_publishable(q, mask, tail + count) == 0) return;
+    if (count_publishable(q, here, tail + count) == 0) return;
   }
 }
 

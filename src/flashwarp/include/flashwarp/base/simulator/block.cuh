@@ -16,7 +16,7 @@ inline uint32_t size() { return warp_count() * base::kWarpWidth; }
 // A barrier of all threads of the block. Returns the sum of its warps' values, which all lanes of a
 // warp pass.
 inline uint64_t sum_of(uint64_t value) {
-  warp::sync(warp::kFullMask);
+  lanes::all().sync();
   const uint32_t warps = warp_count();
   if (warps == 1) return value;
   uint64_t all = 0;
@@ -32,16 +32,16 @@ inline uint64_t sum_of(uint64_t value) {
     while (atomic::load_acquire(&b.arrived) / warps == number) base::pause(1);
     all = atomic::load_relaxed(&b.counts[number % 4]);
   }
-  all = warp::broadcast(warp::kFullMask, all, 0);
-  warp::sync(warp::kFullMask);
+  all = lanes::all().broadcast(all, 0);
+  lanes::all().sync();
   return all;
 }
 // For how many threads of the block the predicate holds.
 inline uint32_t count_of(bool predicate) {
-  return uint32_t(sum_of(base::popcount(warp::ballot(warp::kFullMask, predicate))));
+  return uint32_t(sum_of(lanes::all().ballot(predicate).count()));
 }
 inline uint64_t broadcast(uint64_t value) {
-  const uint64_t own = warp::broadcast(warp::kFullMask, value, 0);
+  const uint64_t own = lanes::all().broadcast(value, 0);
   return sum_of(warp_rank() == 0 ? own : 0);
 }
 inline bool any(bool predicate) { return count_of(predicate) != 0; }
