@@ -19,10 +19,6 @@ namespace fw::warp {
 // How many accesses each lane keeps in flight.
 inline constexpr uint32_t kCopyUnroll = 8;
 
-#if !defined(FW_WHOLE_WARPS)
-#define FW_WHOLE_WARPS 0
-#endif
-
 #if FW_ON_GPU && __CUDA_ARCH__ >= 900 && !FW_WHOLE_WARPS
 
 inline constexpr bool kHasStaging = true;
