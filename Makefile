@@ -53,6 +53,8 @@ test: $(VENV)/dev.stamp  ## Everything that CI runs: lint, sanitizers, tests
 test-all: export FLASHWARP_ALL_TESTS := 1
 test-all: export FLASHWARP_MISUSE_SEQUENCES ?= 300
 test-all: export FLASHWARP_EDGES_SECONDS ?= 8
+test-all: export FLASHWARP_EDGES_EXITS ?= 1980
+test-all: export FLASHWARP_FUZZ_EXAMPLES ?= 2000
 test-all: export FLASHWARP_SIMULATE_SEEDS ?= 1000
 test-all: export FLASHWARP_STRESS_SECONDS := 10
 test-all: test bench-test  ## All of each long list, guests under QEMU, benchmarks' tests

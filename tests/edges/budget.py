@@ -7,6 +7,9 @@ import os
 SECONDS = float(os.environ.get("FLASHWARP_EDGES_SECONDS", "4"))
 """For each test that draws its cases: a budget, not a limit."""
 
+EXITS = int(os.environ.get("FLASHWARP_EDGES_EXITS", "44"))
+"""Of 1,980, of which the first 110 are each pair of a holder with a way of ending."""
+
 MISUSE_SEQUENCES = int(os.environ.get("FLASHWARP_MISUSE_SEQUENCES", "100"))
 
 INTERRUPTED_PROGRAMS = int(os.environ.get("FLASHWARP_INTERRUPTED_PROGRAMS", "12"))
