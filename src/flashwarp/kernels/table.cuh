@@ -15,651 +15,273 @@
 #pragma once
 
 #include "builds.cuh"
-#include "flashwarp/array.cuh"
-#include "flashwarp/base/number.cuh"
-#include "rows.cuh"
+#include "table_rows.cuh"
 
 namespace fw::kernels {
-
-// What becomes of the rows of a bag. The host has the same values.
-enum class pooling : uint32_t { kNone = 0, kSum = 1, kMean = 2, kMax = 3 };
-
-// The numbers that the weights of a table are multiplied by: those of blocks, and one of the table.
-// A weight is its number times the scale of its block, times `whole`; or, if `whole` divides, times
-// the quotient of scale and `whole`. Both orders exist, and their results differ in the last bit.
-struct table_scales {
-  cache::geometry geometry;  // if they lie in an array: its cache and volume
-  cache::line_cache* cache;
-  cache::volume* volume;  // null: in memory
-  const void* memory;     // null, too: there are none
-  uint64_t stride;        // of a row of blocks; 0: one scale for the table
-  uint32_t columns;       // how many weights of a row have one scale
-  base::number number;
-  uint32_t row_shift;  // 2^row_shift rows have the same scales
-  uint32_t divides;
-  float whole;
-  uint32_t reserved;
-};
-static_assert(sizeof(table_scales) == 96);
-
-// One table: rows of an array. It does not change, so tables of a group lie in device memory.
-struct lookup_table {
-  cache::geometry geometry;  // the array's
-  cache::line_cache* cache;
-  cache::volume* volume;
-  uint64_t row_bytes;
-  uint64_t row_begin;   // the table's first row in the array
-  uint64_t row_count;   // of the table
-  uint64_t padding;     // the id that is no part of any bag; row_count or more: none
-  uint64_t out_column;  // where its weights begin in a row of the output, in numbers
-  table_scales scales;
-  base::number number;
-  uint32_t dim;         // weights of a row
-  uint32_t word_bytes;  // that a lane loads at a time, 1 to 16; a divisor of row_bytes
-  uint32_t words;       // of a row that have weights
-  uint32_t lanes;       // of a group; a power of two
-  uint32_t straddles;   // 0: no tile of a row lies in two lines
-};
-static_assert(sizeof(lookup_table) == 216);
-
-struct lookup_params {
-  lookup_table table;          // if there is one
-  const lookup_table* tables;  // of a group, in device memory; or null
-  const void* ids;             // int64 or int32, of one table after the other
-  const void* offsets;         // of the first id of each bag; null: all bags have `bag_ids`
-  const void* weights;         // a factor for each id; or null
-  char* out;
-  uint64_t id_count;      // of all tables
-  uint64_t bags;          // of each table; without pooling: its ids
-  uint64_t bag_ids;       // without offsets, ids of a bag; without pooling 1
-  uint64_t offset_count;  // the last bag ends at id_count unless there is one offset more
-  uint64_t out_stride;    // from one row of the output to the next, in numbers
-  uint64_t run;           // without pooling: ids that a group takes, one after the other
-  uint64_t warp_items;    // of each table
-  uint64_t look_ahead;    // ids that a warp prefetches ahead; 0: none
-  uint32_t table_count;
-  uint32_t index_bytes;  // of ids, 4 or 8
-  uint32_t offset_bytes;
-  base::number weight_number;
-  base::number out_number;
-  kernels::pooling pooling;
-};
-static_assert(sizeof(lookup_params) == 344);
-
-// Words of a row that one lane takes. On the CPU a lane is a whole group.
-inline constexpr uint32_t kLaneWords = 32 / warp::kWarpWidth;
 
 // Rows of which a lane has its words in flight.
 inline constexpr uint32_t kRowsHeld = warp::kWarpWidth > 1 ? 4 : 1;
 
-FW_DEVICE int64_t integer_at(const void* integers, uint32_t bytes, uint64_t k) {
-  return bytes == 4 ? int64_t(static_cast<const int32_t*>(integers)[k])
-                    : static_cast<const int64_t*>(integers)[k];
-}
+// The words that a lane holds of some rows. The row that it takes next is the first.
+struct held_words {
+  atomic::word16 of[kRowsHeld][kLaneWords];
 
-FW_DEVICE_NOINLINE float byte_number(base::number kind, uint32_t bits) {
-  return kind == base::number::kFloat8E4m3 ? base::to_float<base::number::kFloat8E4m3>(bits)
-                                           : base::to_float<base::number::kFloat8E8m0>(bits);
-}
-
-// Of scales and factors; those that the host lets through.
-FW_DEVICE float number_at(const void* numbers, base::number kind, uint64_t k) {
-  if (kind == base::number::kFloat32) return static_cast<const float*>(numbers)[k];
-  if (base::bytes_of(kind) == 1) {
-    return base::opaque(&byte_number)(kind, static_cast<const uint8_t*>(numbers)[k]);
-  }
-  const uint32_t bits = static_cast<const uint16_t*>(numbers)[k];
-  return kind == base::number::kFloat16 ? base::to_float<base::number::kFloat16>(bits)
-                                        : base::to_float<base::number::kBfloat16>(bits);
-}
-
-// Loads a word of up to 16 bytes from a frame. What follows it in the result is zero.
-FW_DEVICE_NOINLINE atomic::word16 load_narrow(const char* from, uint32_t bytes) {
-  atomic::word16 word = {0, 0, 0, 0};
-  if (bytes == 8) {
-    const uint64_t value = atomic::raw<8>::load(from);
-    word.x = uint32_t(value);
-    word.y = uint32_t(value >> 32);
-  } else if (bytes == 4) {
-    word.x = atomic::raw<4>::load(from);
-  } else {
-    word.x = bytes == 2 ? atomic::raw<2>::load(from) : atomic::raw<1>::load(from);
-  }
-  return word;
-}
-FW_DEVICE atomic::word16 load_frame(const char* from, uint32_t bytes) {
-  if (bytes == 16) return atomic::raw<16>::load(from);
-  return base::opaque(&load_narrow)(from, bytes);
-}
-
-// An operation of `cache::access` that loads one word of each lane.
-struct load_table_word {
-  static constexpr bool kStores = false;
-  uint64_t offset;
-  uint32_t bytes;
-  atomic::word16 value;
-
-  FW_DEVICE void visit(lanes, lanes members, uint64_t frame) {
-    if (members.mine()) {
-      value = load_frame(reinterpret_cast<const char*>(frame) + offset, bytes);
+  FW_DEVICE void move_up() {
+    FW_UNROLL
+    for (uint32_t r = 1; r < kRowsHeld; r++) {
+      FW_UNROLL
+      for (uint32_t c = 0; c < kLaneWords; c++) of[r - 1][c] = of[r][c];
     }
   }
 };
 
-// A word of an array that a lane wants.
-struct word_place {
-  uint64_t line;  // global
-  uint64_t offset;
-  uint32_t bytes;
+// The rows of a group's next ids, one for each lane.
+struct group_rows {
+  found_row mine;
+  uint64_t from;  // the first byte of the lane's tile in the array
+  // Addresses of the tile, as if all of it were in its first line, or all in its second.
+  uint64_t one, two;
+  lanes present;  // those that have a row
 };
 
-// Loads one word for each lane that `wants`, however long that takes. Zeros if it cannot be read:
-// the error is in the volume's record. `failed` says so.
-FW_DEVICE_NOINLINE atomic::word16 load_missing(const cache::geometry& g, cache::line_cache& c,
-                                               cache::volume& v, lanes here, bool wants,
-                                               word_place at, bool& failed) {
-  load_table_word op = {at.offset, at.bytes, {0, 0, 0, 0}};
-  cache::tally count;
-  const uint32_t status = cache::access<policy>(g, c, v, here, wants, at.line, false, op, count);
-  count.add_to(v, here);
-  failed = wants && status != nvme::kSuccess;
-  return wants && !failed ? op.value : atomic::word16{0, 0, 0, 0};
-}
-
-FW_DEVICE word_place place_of(const cache::geometry& g, const cache::volume& v, uint64_t byte,
-                              uint32_t bytes) {
-  return {v.line_begin + (byte >> g.line_shift), byte & (cache::line_bytes(g) - 1), bytes};
-}
-
-// The `k`-th scale of a table whose scales lie in an array, for each lane that `wants`.
-FW_DEVICE_NOINLINE float scale_in_array(const table_scales& s, lanes here, bool wants, uint64_t k) {
-  const uint32_t bytes = base::bytes_of(s.number);
-  bool failed;
-  const atomic::word16 word =
-      load_missing(s.geometry, *s.cache, *s.volume, here, wants,
-                   place_of(s.geometry, *s.volume, k * bytes, bytes), failed);
-  return number_at(&word.x, s.number, 0);
-}
-
-// The `i`-th number of a word. `i` is a constant after unrolling.
-template <base::number kNumber>
-FW_DEVICE float number_in(const atomic::word16& word, uint32_t i) {
-  constexpr uint32_t kPerPart = 32 / base::bits_in(kNumber);
-  const uint32_t part = i / kPerPart;
-  const uint32_t bits = part == 0 ? word.x : part == 1 ? word.y : part == 2 ? word.z : word.w;
-  return base::to_float<kNumber>(bits >> (i % kPerPart * base::bits_in(kNumber)));
-}
-
-// Numbers in so many bytes of a row.
-template <base::number kNumber>
-FW_DEVICE uint32_t numbers_in(uint32_t bytes) {
-  return bytes * 8 / base::bits_in(kNumber);
-}
-
-// The bits of a value as a number of the output.
-FW_DEVICE uint32_t bits_as(base::number kind, float value) {
-  if (kind == base::number::kFloat32) return base::bits_of(value);
-  return kind == base::number::kFloat16 ? base::float16_of(value) : base::bfloat16_of(value);
-}
-
-// Values that a lane stores; a copy of them may be in memory.
-template <uint32_t kCount>
-struct lane_values {
-  float numbers[kCount];
+// One of the rows, for all lanes of its group.
+struct group_row {
+  uint64_t number;  // among the ids
+  uint32_t source;  // the lane that knows it
+  bool inside;      // whether the run has it
+  bool has;         // whether it counts
 };
 
-// Stores the first `count` of the values as numbers of the output, one after the other.
-template <uint32_t kCount>
-FW_DEVICE_NOINLINE void store_each(char* to, base::number kind, const lane_values<kCount>& values,
-                                   uint32_t count) {
-  const bool wide = kind == base::number::kFloat32;
-  for (uint32_t i = 0; i < count; i++) {
-    const uint32_t bits = bits_as(kind, values.numbers[i]);
-    if (wide) {
-      atomic::raw<4>::store_plain(to + i * 4, bits);
+// A run of ids, which a group of lanes looks up: finds the rows, loads their words, and converts
+// them, to pool or to store each.
+template <base::number kNumber, bool kPools>
+class run_lookup {
+ public:
+  FW_DEVICE run_lookup(const lookup_params& p, const lookup_table& t, const lookup_run& run)
+      : p_(p), t_(t), run_(run) {}
+
+  FW_DEVICE void look_up(uint64_t table, lookup_events& events) {
+    for (uint64_t first = run_.begin; here_.any(first < run_.end); first += t_.lanes) {
+      if constexpr (kLooksAhead) {
+        if (run_.tile_begin == 0 && events.quiet < p_.look_ahead) {
+          base::opaque (&look_ahead<kPools>)(p_, t_, table, first, events);
+        }
+      }
+      const group_rows rows = find(first, events);
+      // Each lane has acquired its own lines; now the lanes of its group load from all of them.
+      here_.sync();
+      for (uint32_t q = 0; q < t_.lanes; q += kRowsHeld) {
+        if (!here_.any(first + q < run_.end)) break;
+        held_words words;
+        load(rows, q, words);
+        // The loads of the frames come before the second look at their tags.
+        atomic::fence_acquire();
+        here_.sync();
+        const lanes good = here_.ballot(still_usable(t_, rows.mine));
+        // Not unrolled, because there is much code for a row: the rows move up instead.
+        for (uint32_t r = 0; r < kRowsHeld; r++, words.move_up()) {
+          const group_row row = row_at(rows, first, q + r);
+          const bool again = row.has && !good.has(row.source);
+          if (here_.any(again)) load_again(rows, row, again, words.of[0]);
+          take(rows, row, words.of[0]);
+        }
+      }
+    }
+    if constexpr (kPools) store_bag();
+  }
+
+ private:
+  static constexpr uint32_t kBits = base::bits_in(kNumber);
+  // Words of numbers of 4 bits have up to 8 bytes.
+  static constexpr uint32_t kCount = kBits < 8 ? 16 : 128 / kBits;
+
+  // The lane in its group. Computed anew each time, which costs less than a register.
+  FW_DEVICE uint32_t sub() const { return warp::lane() & (t_.lanes - 1); }
+  FW_DEVICE uint32_t offset_of(uint32_t c) const { return (sub() + c * t_.lanes) * t_.word_bytes; }
+  FW_DEVICE uint64_t column_of(uint32_t offset) const {
+    return tile_column_ + numbers_in<kNumber>(offset);
+  }
+  // How many numbers of the word at `column` are weights.
+  FW_DEVICE uint32_t used_at(uint64_t column) const {
+    const uint64_t rest = t_.dim - column;
+    return rest < word_count_ ? uint32_t(rest) : word_count_;
+  }
+
+  FW_DEVICE group_rows find(uint64_t first, lookup_events& events) {
+    group_rows rows;
+    found_row& mine = rows.mine;
+    mine = find_row<kPools>(p_, t_, run_, first + sub(), events);
+    if (scaled_) mine.scale = scale_of_row(t_.scales, here_, mine.wants, mine.row - t_.row_begin);
+    rows.from = mine.row * t_.row_bytes + run_.tile_begin;
+    const uint64_t inside = rows.from & (cache::line_bytes(t_.geometry) - 1);
+    rows.one = rows.two = 0;
+    if (mine.usable) {
+      const cache::geometry& g = t_.geometry;
+      rows.one = reinterpret_cast<uint64_t>(cache::frame_of(g, mine.first.way)) + inside;
+      rows.two = reinterpret_cast<uint64_t>(cache::frame_of(g, mine.second.way)) - mine.split;
+    }
+    rows.present = here_.ballot(mine.wants);
+    return rows;
+  }
+
+  // The lane that knows the `q`-th row. Past the last lane of a group its last one again, which
+  // costs less than a condition.
+  FW_DEVICE uint32_t source_of(uint32_t q) const {
+    return warp::lane() - sub() + (q < t_.lanes ? q : t_.lanes - 1);
+  }
+
+  // Loads the lane's words of the rows from the `q`-th on.
+  FW_DEVICE void load(const group_rows& rows, uint32_t q, held_words& words) {
+    FW_UNROLL
+    for (uint32_t r = 0; r < kRowsHeld; r++) {
+      const uint32_t source = source_of(q + r);
+      const uint64_t low = here_.take(rows.one, source);
+      uint64_t high = low;
+      uint64_t split = ~uint64_t(0);
+      if (t_.straddles != 0) {
+        high = here_.take(rows.two, source);
+        split = here_.take(rows.mine.split, source);
+      }
+      for (uint32_t c = 0; c < kLaneWords; c++) {
+        const uint32_t offset = offset_of(c);
+        words.of[r][c] = {0, 0, 0, 0};
+        if (low != 0 && offset < run_.tile_bytes) {
+          const uint64_t at = (offset < split ? low : high) + offset;
+          words.of[r][c] = load_frame(reinterpret_cast<const char*>(at), t_.word_bytes);
+        }
+      }
+    }
+  }
+
+  FW_DEVICE group_row row_at(const group_rows& rows, uint64_t first, uint32_t q) const {
+    const uint64_t number = first + q;
+    const uint32_t source = source_of(q);
+    const bool inside = q < t_.lanes && number < run_.end;
+    return {number, source, inside, inside && rows.present.has(source)};
+  }
+
+  // Loads the words of a row that did not stay in its frames.
+  FW_DEVICE void load_again(const group_rows& rows, const group_row& row, bool again,
+                            atomic::word16 (&words)[kLaneWords]) {
+    const uint64_t begin = here_.take(rows.from, row.source);
+    for (uint32_t c = 0; c < kLaneWords; c++) {
+      const uint32_t offset = offset_of(c);
+      const bool wants = again && offset < run_.tile_bytes;
+      bool failed;
+      const atomic::word16 loaded = base::opaque(&load_missing)(
+          t_.geometry, *t_.cache, *t_.volume, here_, wants,
+          place_of(t_.geometry, *t_.volume, begin + offset, t_.word_bytes), failed);
+      if (wants) words[c] = loaded;
+    }
+  }
+
+  // Adds the lane's words of a row to the bag, or stores them.
+  FW_DEVICE void take(const group_rows& rows, const group_row& row,
+                      const atomic::word16 (&words)[kLaneWords]) {
+    const float weight = here_.take(rows.mine.weight, row.source);
+    const float row_scale = here_.take(rows.mine.scale, row.source);
+    const uint64_t array_row = blocks_ ? here_.take(rows.mine.row, row.source) : 0;
+    for (uint32_t c = 0; c < kLaneWords; c++) {
+      const uint32_t offset = offset_of(c);
+      const uint64_t column = column_of(offset);
+      const bool covers = row.inside && offset < run_.tile_bytes && column < t_.dim;
+      const float scale =
+          blocks_ ? scale_of_block(array_row, column, covers && row.has) : row_scale;
+      if (!covers) continue;
+      if constexpr (kPools) {
+        if (row.has) add(c, convert(words[c], row.has, scale), weight);
+      } else {
+        store(row, column, words[c], scale);
+      }
+    }
+    if (row.has) rows_++;
+  }
+
+  // The scale of the block of a column, for each lane that `wants`.
+  FW_DEVICE float scale_of_block(uint64_t row, uint64_t column, bool wants) {
+    const table_scales& s = t_.scales;
+    const uint64_t at = ((row - t_.row_begin) >> s.row_shift) * s.stride + column / s.columns;
+    float scale = 1.0f;
+    if (s.volume == nullptr) {
+      if (wants) scale = number_at(s.memory, s.number, at);
     } else {
-      atomic::raw<2>::store_plain(to + i * 2, uint16_t(bits));
+      scale = base::opaque(&scale_in_array)(s, here_, wants, at);
     }
+    return s.divides != 0 ? scale / s.whole : scale;
   }
-}
 
-// Stores the first `count` of the values as numbers of the output.
-template <uint32_t kCount>
-FW_DEVICE void store_numbers(char* to, base::number kind, const float (&values)[kCount],
-                             uint32_t count) {
-  const uint64_t address = reinterpret_cast<uint64_t>(to);
-  if (count != kCount || address % 16 != 0) {
-    lane_values<kCount> copy;
+  FW_DEVICE lane_values<kCount> convert(const atomic::word16& word, bool has, float scale) const {
+    lane_values<kCount> values;
     FW_UNROLL
-    for (uint32_t i = 0; i < kCount; i++) copy.numbers[i] = values[i];
-    base::opaque (&store_each<kCount>)(to, kind, copy, count);
-    return;
+    for (uint32_t i = 0; i < kCount; i++) {
+      values.numbers[i] = has ? number_in<kNumber>(word, i) : 0.0f;
+      if (scaled_ && has) values.numbers[i] = values.numbers[i] * scale * whole_;
+    }
+    return values;
   }
-  if (kind == base::number::kFloat32) {
+
+  FW_DEVICE void add(uint32_t c, const lane_values<kCount>& values, float weight) {
+    float (&sums)[kCount] = sums_[c];
     FW_UNROLL
-    for (uint32_t i = 0; i < kCount; i += 4) {
-      atomic::raw<16>::store_plain(to + i * 4,
-                                   {base::bits_of(values[i]), base::bits_of(values[i + 1]),
-                                    base::bits_of(values[i + 2]), base::bits_of(values[i + 3])});
+    for (uint32_t i = 0; i < kCount; i++) {
+      const float value = values.numbers[i];
+      if (p_.pooling == pooling::kMax) {
+        if (rows_ == 0 || value > sums[i]) sums[i] = value;
+      } else {
+        sums[i] += p_.weights != nullptr ? value * weight : value;
+      }
     }
-    return;
   }
-  FW_UNROLL
-  for (uint32_t i = 0; i < kCount; i += 4) {
-    const uint32_t low = bits_as(kind, values[i]) | bits_as(kind, values[i + 1]) << 16;
-    const uint32_t high = bits_as(kind, values[i + 2]) | bits_as(kind, values[i + 3]) << 16;
-    atomic::raw<8>::store_plain(to + i * 2, uint64_t(high) << 32 | low);
-  }
-}
 
-// Stores the first `bytes` of a word to an address that is not aligned to it.
-FW_DEVICE_NOINLINE void store_halves(char* to, atomic::word16 word, uint32_t bytes) {
-  for (uint32_t i = 0; i < bytes; i += 2) {
-    const uint32_t part = i < 4 ? word.x : i < 8 ? word.y : i < 12 ? word.z : word.w;
-    atomic::raw<2>::store_plain(to + i, uint16_t(part >> i % 4 * 8));
-  }
-}
-
-// Stores the first `bytes` of a word, numbers of two bytes or four, as they are.
-FW_DEVICE void store_bits(char* to, const atomic::word16& word, uint32_t bytes) {
-  if (bytes == 16 && reinterpret_cast<uint64_t>(to) % 16 == 0) {
-    atomic::raw<16>::store_plain(to, word);
-  } else {
-    base::opaque (&store_halves)(to, word, bytes);
-  }
-}
-
-// A group's run of ids in one tile of their rows.
-struct lookup_run {
-  uint64_t begin, end;  // among the ids
-  uint64_t out_row;     // of the first id; or of the bag
-  uint64_t tile_begin;  // bytes of a row before the tile
-  uint32_t tile_bytes;  // 0: the group has nothing to do
-};
-
-// Notes an id that is out of bounds, or an offset that no bag can have, for the host to raise.
-FW_DEVICE_NOINLINE void note_id(const lookup_table& t, uint64_t id) {
-  cache::volume& v = *t.volume;
-  cache::note_failure(v.indices, v.errors->indices, id, cache::kRows, 0, t.row_count);
-}
-FW_DEVICE_NOINLINE void note_offset(cache::volume& v, uint64_t offset) {
-  cache::note_failure(v.indices, v.errors->indices, offset, cache::kOffsets, 0);
-}
-
-// The `item`-th run of a table.
-template <bool kPools>
-FW_DEVICE lookup_run run_at(const lookup_params& p, const lookup_table& t, uint64_t table,
-                            uint64_t item) {
-  const uint32_t whole = t.lanes * kLaneWords * t.word_bytes;
-  const uint32_t bytes = t.words * t.word_bytes;
-  const uint32_t tiles = (bytes + whole - 1) / whole;
-  const uint64_t number = tiles == 1 ? item : item / tiles;
-  const uint32_t tile_begin = uint32_t(item - number * tiles) * whole;
-  const uint32_t rest = bytes - tile_begin;
-  lookup_run r = {0, 0, number, tile_begin, rest < whole ? rest : whole};
-  if constexpr (kPools) {
-    if (number >= p.bags) return {0, 0, 0, 0, 0};
-    const uint64_t bag = table * p.bags + number;
-    if (p.offsets == nullptr) {
-      r.begin = bag * p.bag_ids;
-      r.end = r.begin + p.bag_ids;
-      return r;
+  FW_DEVICE void store(const group_row& row, uint64_t column, const atomic::word16& word,
+                       float scale) {
+    const uint32_t used = used_at(column);
+    char* const to = out_ + ((row.number - run_.begin) * p_.out_stride + column) * out_bytes_;
+    if constexpr (kBits > 8) {
+      if (keeps_bits_) return store_bits(to, word, used * (kBits / 8));
     }
-    const bool last = bag + 1 >= p.offset_count;
-    r.begin = uint64_t(integer_at(p.offsets, p.offset_bytes, bag));
-    r.end = last ? p.id_count : uint64_t(integer_at(p.offsets, p.offset_bytes, bag + 1));
-    // Ids before the first bag would be in none.
-    const bool late = bag == 0 && r.begin != 0;
-    if (late || r.begin > r.end || r.end > p.id_count) {
-      if (tile_begin == 0 && (warp::lane() & (t.lanes - 1)) == 0)
-        note_offset(*t.volume, late || r.begin > p.id_count ? r.begin : r.end);
-      r.begin = r.end = 0;
+    store_numbers(to, p_.out_number, convert(word, row.has, scale).numbers, used);
+  }
+
+  FW_DEVICE void store_bag() {
+    for (uint32_t c = 0; c < kLaneWords; c++) {
+      const uint32_t offset = offset_of(c);
+      const uint64_t column = column_of(offset);
+      if (offset >= run_.tile_bytes || column >= t_.dim) continue;
+      float (&sums)[kCount] = sums_[c];
+      if (p_.pooling == pooling::kMean && rows_ != 0) {
+        FW_UNROLL
+        for (uint32_t i = 0; i < kCount; i++) sums[i] /= float(rows_);
+      }
+      store_numbers(out_ + column * out_bytes_, p_.out_number, sums, used_at(column));
     }
-  } else {
-    r.out_row = number * p.run;
-    if (r.out_row >= p.bags) return {0, 0, 0, 0, 0};
-    const uint64_t after = p.bags - r.out_row;
-    r.begin = table * p.bags + r.out_row;
-    r.end = r.begin + (after < p.run ? after : p.run);
   }
-  return r;
-}
 
-// What a warp counts of a table's volume beside the events of its misses.
-struct lookup_events {
-  uint32_t hits = 0;        // the same in each lane
-  uint64_t bytes_used = 0;  // the lane's own
-  // Of a thread that looks ahead: how far it has, for how many ids nothing was missing since, and
-  // the lines that it fetched. An access finds each of them, but the launch caused a miss for it.
-  uint64_t looked_to = 0;
-  uint64_t quiet = 0;
-  uint32_t fetched = 0;
+  const lookup_params& p_;
+  const lookup_table& t_;
+  const lookup_run run_;
+  const lanes here_ = lanes::all();
+  const uint64_t tile_column_ = numbers_in<kNumber>(run_.tile_begin);
+  // Without branches, which would make each flag a byte that is spilled.
+  const bool scaled_ = (t_.scales.volume != nullptr) | (t_.scales.memory != nullptr);
+  const bool blocks_ = scaled_ & (t_.scales.stride > 1);
+  const uint32_t word_count_ = numbers_in<kNumber>(t_.word_bytes);
+  const float whole_ = t_.scales.divides != 0 ? 1.0f : t_.scales.whole;
+  const uint32_t out_bytes_ = base::bytes_of(p_.out_number);
+  char* const out_ = p_.out + (run_.out_row * p_.out_stride + t_.out_column) * out_bytes_;
+  const bool keeps_bits_ = !kPools & !scaled_ & (p_.out_number == kNumber);
+  // Of a bag: the sums of the lane's words, and how many rows it has had.
+  float sums_[kLaneWords][kCount] = {};
+  uint64_t rows_ = 0;
 };
-FW_DEVICE void add_lookup_events(cache::volume& v, lookup_events& events) {
-  cache::counters& shard = cache::shard_of(v);
-  if (kLooksAhead && events.fetched != 0) {
-    // Some of the accesses that found them have counted themselves.
-    const uint64_t hits = atomic::load_relaxed(&shard.hits) + events.hits;
-    const uint64_t fetched = events.fetched < hits ? events.fetched : hits;
-    atomic::add_relaxed(&shard.hits, uint64_t(0) - fetched);
-  }
-  if (events.bytes_used != 0) atomic::add_relaxed(&shard.bytes_used, events.bytes_used);
-  if (warp::lane() == 0 && events.hits != 0) {
-    atomic::add_relaxed(&shard.hits, uint64_t(events.hits));
-  }
-  events = lookup_events();
-}
-
-// What a lane knows of one id, for all lanes of its group.
-struct found_row {
-  uint64_t row;    // of the array
-  bool wants;      // whether it has a row that counts
-  bool usable;     // whether all lines of the tile are resident
-  uint64_t split;  // bytes of the tile in its first line
-  cache::place first, second;
-  float weight;
-  float scale;  // of the whole row
-};
-
-// Looks for the lines of the tile of one id for each lane, and fetches those that are missing.
-template <bool kPools>
-FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, const lookup_run& run,
-                             uint64_t k, lookup_events& events) {
-  cache::volume& v = *t.volume;
-  const cache::geometry& g = t.geometry;
-  const lanes here = lanes::all();
-  found_row f = {0, false, false, 0, {0, 0, false}, {0, 0, false}, 1.0f, 1.0f};
-  const bool mine = k < run.end;
-  const uint64_t id = mine ? uint64_t(integer_at(p.ids, p.index_bytes, k)) : 0;
-  const bool stray = mine && id >= t.row_count;
-  if (stray && run.tile_begin == 0) note_id(t, id);
-  f.row = t.row_begin + id;
-  f.wants = mine && !stray && !(kPools && id == t.padding);
-  if (kPools && p.weights != nullptr && mine) f.weight = number_at(p.weights, p.weight_number, k);
-
-  const uint64_t from = f.row * t.row_bytes + run.tile_begin;
-  const uint64_t line = v.line_begin + (from >> g.line_shift);
-  f.split = cache::line_bytes(g) - (from & (cache::line_bytes(g) - 1));
-  const bool two = t.straddles != 0 && f.wants && f.split < run.tile_bytes;
-  if (f.wants) f.first = cache::probe(g, line);
-  if (two) f.second = cache::probe(g, line + 1);
-  // A fill is no hit: policies tell lines that are used again from those that are not.
-  const bool hit_first = f.first.found;
-  const bool hit_second = f.second.found;
-  uint32_t hits = here.ballot(f.first.found).count();
-  if (t.straddles != 0) hits += here.ballot(f.second.found).count();
-  events.hits += hits;
-  bool failed = false;
-  if (here.any(f.wants && !f.first.found)) {
-    if constexpr (kLooksAhead) events.quiet = 0;
-    const word_place at = {line, 0, t.word_bytes};
-    base::opaque (&load_missing)(g, *t.cache, v, here, f.wants && !f.first.found, at, failed);
-    if (f.wants && !f.first.found) f.first = cache::probe(g, line);
-  }
-  if (t.straddles != 0 && here.any(two && !f.second.found)) {
-    const word_place at = {line + 1, 0, t.word_bytes};
-    bool lost = false;
-    base::opaque (&load_missing)(g, *t.cache, v, here, two && !f.second.found, at, lost);
-    failed = failed || lost;
-    if (two && !f.second.found) f.second = cache::probe(g, line + 1);
-  }
-  f.wants = f.wants && !failed;
-  f.usable = f.wants && f.first.found && (!two || f.second.found);
-  if (f.usable && hit_first) policy::on_hit(g, f.first.way, f.first.word);
-  if (f.usable && hit_second) policy::on_hit(g, f.second.way, f.second.word);
-  if (f.wants) events.bytes_used += run.tile_bytes;
-  return f;
-}
-
-// The scale of each lane's own row; of tables with several for a row, their first, so that all of
-// them are in the cache.
-FW_DEVICE float scale_of_row(const table_scales& s, lanes here, bool wants, uint64_t row) {
-  float scale = 1.0f;
-  const uint64_t at = (row >> s.row_shift) * s.stride;
-  if (s.volume != nullptr) {
-    scale = base::opaque(&scale_in_array)(s, here, wants, at);
-  } else if (wants) {
-    scale = number_at(s.memory, s.number, at);
-  }
-  return s.divides != 0 ? scale / s.whole : scale;
-}
-
-// Whether the lane's loads of a frame since `find_row` saw the data of its lines.
-FW_DEVICE bool still_usable(const lookup_table& t, const found_row& f) {
-  if (!f.usable || !cache::still_holds(t.geometry, f.first.way, f.first.word)) return false;
-  return !f.second.found || cache::still_holds(t.geometry, f.second.way, f.second.word);
-}
-
-// The state of a group's bag, of which each lane has its words' numbers.
-template <uint32_t kCount>
-struct pool {
-  float sums[kLaneWords][kCount] = {};
-  uint64_t rows = 0;
-};
-
-// Makes the next of the rows that a lane holds the first.
-FW_DEVICE void move_up(atomic::word16 (&words)[kRowsHeld][kLaneWords]) {
-  FW_UNROLL
-  for (uint32_t r = 1; r < kRowsHeld; r++) {
-    FW_UNROLL
-    for (uint32_t c = 0; c < kLaneWords; c++) words[r - 1][c] = words[r][c];
-  }
-}
-
-// The ids of a table: from `begin` on, below `end`.
-FW_DEVICE lookup_run ids_of(const lookup_params& p, uint64_t table) {
-  if (p.offsets == nullptr) {
-    const uint64_t count = p.bags * p.bag_ids;
-    return {table * count, (table + 1) * count, 0, 0, 0};
-  }
-  const uint64_t first = table * p.bags;
-  const uint64_t after = first + p.bags;
-  const bool last = after >= p.offset_count;
-  const uint64_t begin = uint64_t(integer_at(p.offsets, p.offset_bytes, first));
-  const uint64_t end = last ? p.id_count : uint64_t(integer_at(p.offsets, p.offset_bytes, after));
-  return {begin, end < p.id_count ? end : p.id_count, 0, 0, 0};
-}
-
-// Starts the fills of what a thread of the CPU device reads from the `k`-th id on, as long as the
-// storage makes it wait.
-template <bool kPools>
-FW_DEVICE_NOINLINE void look_ahead(const lookup_params& p, const lookup_table& t, uint64_t table,
-                                   uint64_t k, lookup_events& events) {
-  const lanes here = lanes::all();
-  const uint64_t end = ids_of(p, table).end;
-  const uint64_t to = k + p.look_ahead < end ? k + p.look_ahead : end;
-  const uint32_t shift = t.geometry.line_shift;
-  const table_scales& s = t.scales;
-  cache::tally rows;
-  cache::tally scales;
-  events.quiet++;
-  bool waits = true;
-  uint64_t next = events.looked_to > k ? events.looked_to : k;
-  for (; next < to && waits; next++) {
-    const uint64_t id = uint64_t(integer_at(p.ids, p.index_bytes, next));
-    if (id >= t.row_count || (kPools && id == t.padding)) continue;
-    const uint64_t from = (t.row_begin + id) * t.row_bytes;
-    const uint64_t last = (from + t.words * t.word_bytes - 1) >> shift;
-    for (uint64_t at = from >> shift; at <= last; at++) {
-      const uint64_t line = t.volume->line_begin + at;
-      const uint32_t misses = rows.misses;
-      cache::prefetch<policy>(*t.cache, *t.volume, here, true, line, rows);
-      // What is there at once need not be asked for ahead, where it may be evicted before its use.
-      if (rows.misses != misses && cache::probe(t.geometry, line).found) waits = false;
-    }
-    if (s.volume == nullptr) continue;
-    const uint64_t scale = (id >> s.row_shift) * s.stride;
-    const word_place at =
-        place_of(s.geometry, *s.volume, scale * base::bytes_of(s.number), base::bytes_of(s.number));
-    cache::prefetch<policy>(*s.cache, *s.volume, here, true, at.line, scales);
-  }
-  // If the storage is fast, ask again after as many ids as a look ahead has.
-  events.looked_to = waits ? next : next + p.look_ahead;
-  if (rows.misses != 0 || scales.misses != 0) events.quiet = 0;
-  events.fetched += rows.misses;
-  // A prefetch counts no hits.
-  rows.add_to(*t.volume, here);
-  if (s.volume != nullptr) scales.add_to(*s.volume, here);
-}
 
 // Looks up one run for each group of the warp: the `warp_item`-th of a table.
 template <base::number kNumber, bool kPools>
 FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t table,
                        uint64_t warp_item, lookup_events& events) {
-  constexpr uint32_t kBits = base::bits_in(kNumber);
-  // Words of numbers of 4 bits have up to 8 bytes.
-  constexpr uint32_t kCount = kBits < 8 ? 16 : 128 / kBits;
-  const lanes here = lanes::all();
   const uint32_t groups = warp::kWarpWidth / t.lanes;
-  const uint32_t sub = warp::lane() & (t.lanes - 1);
-  const uint32_t leader = warp::lane() - sub;
   const uint64_t item = warp_item * groups + warp::lane() / t.lanes;
-  const lookup_run run = run_at<kPools>(p, t, table, item);
-  const uint64_t tile_column = numbers_in<kNumber>(run.tile_begin);
-  const bool scaled = t.scales.volume != nullptr || t.scales.memory != nullptr;
-  const bool blocks = scaled && t.scales.stride > 1;
-  const uint32_t word_count = numbers_in<kNumber>(t.word_bytes);
-  const float whole = t.scales.divides != 0 ? 1.0f : t.scales.whole;
-  const uint32_t out_bytes = base::bytes_of(p.out_number);
-  char* const out = p.out + (run.out_row * p.out_stride + t.out_column) * out_bytes;
-  const bool keeps_bits = !kPools && !scaled && p.out_number == kNumber;
-  pool<kCount> bag;
-
-  for (uint64_t first = run.begin; here.any(first < run.end); first += t.lanes) {
-    if constexpr (kLooksAhead) {
-      if (run.tile_begin == 0 && events.quiet < p.look_ahead) {
-        base::opaque (&look_ahead<kPools>)(p, t, table, first, events);
-      }
-    }
-    found_row mine = find_row<kPools>(p, t, run, first + sub, events);
-    if (scaled) mine.scale = scale_of_row(t.scales, here, mine.wants, mine.row - t.row_begin);
-    const uint64_t from = mine.row * t.row_bytes + run.tile_begin;
-    const uint64_t inside = from & (cache::line_bytes(t.geometry) - 1);
-    // Addresses of the tile, as if all of it were in its first line, or all in its second.
-    uint64_t one = 0;
-    uint64_t two = 0;
-    if (mine.usable) {
-      one = reinterpret_cast<uint64_t>(cache::frame_of(t.geometry, mine.first.way)) + inside;
-      two = reinterpret_cast<uint64_t>(cache::frame_of(t.geometry, mine.second.way)) - mine.split;
-    }
-    const lanes present = here.ballot(mine.wants);
-    // Each lane has acquired its own lines; now the lanes of its group load from all of them.
-    here.sync();
-    for (uint32_t q = 0; q < t.lanes; q += kRowsHeld) {
-      if (!here.any(first + q < run.end)) break;
-      atomic::word16 words[kRowsHeld][kLaneWords];
-      FW_UNROLL
-      for (uint32_t r = 0; r < kRowsHeld; r++) {
-        // Past the last lane of a group its last one again, which costs less than a condition.
-        const uint32_t source = leader + (q + r < t.lanes ? q + r : t.lanes - 1);
-        const uint64_t low = here.take(one, source);
-        uint64_t high = low;
-        uint64_t split = ~uint64_t(0);
-        if (t.straddles != 0) {
-          high = here.take(two, source);
-          split = here.take(mine.split, source);
-        }
-        for (uint32_t c = 0; c < kLaneWords; c++) {
-          const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
-          words[r][c] = {0, 0, 0, 0};
-          if (low != 0 && offset < run.tile_bytes) {
-            const uint64_t at = (offset < split ? low : high) + offset;
-            words[r][c] = load_frame(reinterpret_cast<const char*>(at), t.word_bytes);
-          }
-        }
-      }
-      // The loads of the frames come before the second look at their tags.
-      atomic::fence_acquire();
-      here.sync();
-      const lanes good = here.ballot(still_usable(t, mine));
-      // Not unrolled, because there is much code for a row: the rows move up instead.
-      for (uint32_t r = 0; r < kRowsHeld; r++, move_up(words)) {
-        const bool any_row = q + r < t.lanes;
-        const uint64_t k = first + q + r;
-        const uint32_t source = leader + (any_row ? q + r : t.lanes - 1);
-        const bool inside_run = any_row && k < run.end;
-        const bool has = inside_run && present.has(source);
-        const bool again = has && !good.has(source);
-        if (here.any(again)) {
-          const uint64_t begin = here.take(from, source);
-          for (uint32_t c = 0; c < kLaneWords; c++) {
-            const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
-            const bool wants = again && offset < run.tile_bytes;
-            bool failed;
-            const atomic::word16 loaded = base::opaque(&load_missing)(
-                t.geometry, *t.cache, *t.volume, here, wants,
-                place_of(t.geometry, *t.volume, begin + offset, t.word_bytes), failed);
-            if (wants) words[0][c] = loaded;
-          }
-        }
-        const float weight = here.take(mine.weight, source);
-        const float row_scale = here.take(mine.scale, source);
-        const uint64_t row = blocks ? here.take(mine.row, source) : 0;
-        for (uint32_t c = 0; c < kLaneWords; c++) {
-          const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
-          const uint64_t column = tile_column + numbers_in<kNumber>(offset);
-          const bool covers = inside_run && offset < run.tile_bytes && column < t.dim;
-          float scale = row_scale;
-          if (blocks) {
-            const uint64_t at = ((row - t.row_begin) >> t.scales.row_shift) * t.scales.stride +
-                                column / t.scales.columns;
-            if (t.scales.volume == nullptr) {
-              if (covers && has) scale = number_at(t.scales.memory, t.scales.number, at);
-            } else {
-              scale = base::opaque(&scale_in_array)(t.scales, here, covers && has, at);
-            }
-            if (t.scales.divides != 0) scale /= t.scales.whole;
-          }
-          if (!covers) continue;
-          const uint64_t rest = t.dim - column;
-          const uint32_t used = rest < word_count ? uint32_t(rest) : word_count;
-          char* const to = out + ((k - run.begin) * p.out_stride + column) * out_bytes;
-          if constexpr (!kPools && kBits > 8) {
-            if (keeps_bits) {
-              store_bits(to, words[0][c], used * (kBits / 8));
-              continue;
-            }
-          }
-          float values[kCount];
-          FW_UNROLL
-          for (uint32_t i = 0; i < kCount; i++) {
-            values[i] = has ? number_in<kNumber>(words[0][c], i) : 0.0f;
-            if (scaled && has) values[i] = values[i] * scale * whole;
-          }
-          if constexpr (kPools) {
-            if (!has) continue;
-            float (&sums)[kCount] = bag.sums[c];
-            FW_UNROLL
-            for (uint32_t i = 0; i < kCount; i++) {
-              if (p.pooling == pooling::kMax) {
-                if (bag.rows == 0 || values[i] > sums[i]) sums[i] = values[i];
-              } else {
-                sums[i] += p.weights != nullptr ? values[i] * weight : values[i];
-              }
-            }
-          } else {
-            store_numbers(to, p.out_number, values, used);
-          }
-        }
-        if (has) bag.rows++;
-      }
-    }
-  }
-  if constexpr (kPools) {
-    for (uint32_t c = 0; c < kLaneWords; c++) {
-      const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
-      const uint64_t column = tile_column + numbers_in<kNumber>(offset);
-      if (offset >= run.tile_bytes || column >= t.dim) continue;
-      float (&sums)[kCount] = bag.sums[c];
-      if (p.pooling == pooling::kMean && bag.rows != 0) {
-        FW_UNROLL
-        for (uint32_t i = 0; i < kCount; i++) sums[i] /= float(bag.rows);
-      }
-      const uint64_t rest = t.dim - column;
-      store_numbers(out + column * out_bytes, p.out_number, sums,
-                    rest < word_count ? uint32_t(rest) : word_count);
-    }
-  }
+  run_lookup<kNumber, kPools>(p, t, run_at<kPools>(p, t, table, item)).look_up(table, events);
 }
 
 template <bool kPools>

@@ -1,4 +1,4 @@
-"""The structs of lookups as device code has them; mirrors of `kernels/table.cuh`."""
+"""The structs of lookups as device code has them; mirrors of `kernels/table_params.cuh`."""
 
 from __future__ import annotations
 
