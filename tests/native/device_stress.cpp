@@ -103,8 +103,8 @@ struct SlowStore {
 template <typename Op>
 void access(const fw::array<uint64_t>& a, uint64_t element, Op& op) {
   cache::tally tally;
-  cache::access<fw::policy>(a.geometry, *a.cache, *a.volume, fw::warp::active(), true,
-                            a.line_of(element), false, op, tally);
+  cache::access<fw::policy>({a.geometry, *a.cache, *a.volume, fw::warp::active()},
+                            {a.line_of(element)}, op, tally);
   tally.add_to(*a.volume, fw::warp::active());
 }
 

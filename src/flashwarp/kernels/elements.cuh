@@ -21,10 +21,10 @@ FW_DEVICE void serve_elements(const row_params& p, uint64_t item, uint64_t row, 
   if constexpr (kStores) {
     detail::store_element<kBytes> op = {offset, {}};
     if (wants) op.value = word::load_stream(mine);
-    status = cache::access<policy>(p.geometry, c, v, here, wants, line, false, op, tally, misses);
+    status = cache::access<policy>({p.geometry, c, v, here}, {line, wants}, op, tally, misses);
   } else {
     detail::load_element<kBytes> op = {offset, {}};
-    status = cache::access<policy>(p.geometry, c, v, here, wants, line, false, op, tally, misses);
+    status = cache::access<policy>({p.geometry, c, v, here}, {line, wants}, op, tally, misses);
     if (wants && status == nvme::kSuccess) word::store(mine, op.value);
   }
   if (wants && status != cache::kDeferred) tally.bytes_used += kBytes;

@@ -144,7 +144,7 @@ FW_DEVICE void gather_by_thread(const row_params& p) {
       const segment& piece = pieces[base::lowest_bit(rest)];
       waited = waited || !pieces_of.is_in_memory(piece);
       copy_segments<false> op = {piece};
-      cache::access<Policy>(p.geometry, c, v, here, true, piece.line, false, op, tally);
+      cache::access<Policy>({p.geometry, c, v, here}, {piece.line}, op, tally);
     }
     // If the page cache had a row that missed, it probably has the next ones too.
     const bool cached = tally.misses != misses;
@@ -175,8 +175,8 @@ FW_DEVICE void serve_segments(const row_params& p, const segment& piece, const M
     const bool whole = kAction == row_action::kScatter && wants &&
                        piece.bytes == cache::bytes_of_line(c, v, piece.line);
     copy_segments<kAction == row_action::kScatter> op = {piece};
-    const uint32_t status =
-        cache::access<policy>(p.geometry, c, v, here, wants, piece.line, whole, op, tally, misses);
+    const uint32_t status = cache::access<policy>({p.geometry, c, v, here},
+                                                  {piece.line, wants, whole}, op, tally, misses);
     if (wants && status != cache::kDeferred) tally.bytes_used += piece.bytes;
   }
 }

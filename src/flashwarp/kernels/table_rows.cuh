@@ -54,7 +54,7 @@ FW_DEVICE_NOINLINE atomic::word16 load_missing(const cache::geometry& g, cache::
                                                word_place at, bool& failed) {
   load_table_word op = {at.offset, at.bytes, {0, 0, 0, 0}};
   cache::tally count;
-  const uint32_t status = cache::access<policy>(g, c, v, here, wants, at.line, false, op, count);
+  const uint32_t status = cache::access<policy>({g, c, v, here}, {at.line, wants}, op, count);
   count.add_to(v, here);
   failed = wants && status != nvme::kSuccess;
   return wants && !failed ? op.value : atomic::word16{0, 0, 0, 0};

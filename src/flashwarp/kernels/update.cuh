@@ -202,8 +202,8 @@ FW_DEVICE bool move_row(const row_params& p, uint64_t line_begin, uint64_t row, 
     const bool whole =
         kToFrames && wants && piece.bytes == cache::bytes_of_line(*p.cache, *p.volume, piece.line);
     copy_segments<kToFrames> op = {piece};
-    const uint32_t status = cache::access<policy>(p.geometry, *p.cache, *p.volume, here, wants,
-                                                  piece.line, whole, op, tally);
+    const uint32_t status = cache::access<policy>({p.geometry, *p.cache, *p.volume, here},
+                                                  {piece.line, wants, whole}, op, tally);
     good = good && (!wants || status == nvme::kSuccess);
   }
   // What the lanes have stored in the warp's memory comes before what other lanes load there.
@@ -249,8 +249,8 @@ FW_DEVICE void update_rows(const update_params& p) {
     const uint64_t line = at >> shift;
     const bool alone = wants && (at + r.row_bytes - 1) >> shift == line;
     update_in_frame op = {&p, at - (line << shift), first};
-    cache::access<policy>(r.geometry, *r.cache, *r.volume, here, alone, line_begin + line, false,
-                          op, tally);
+    cache::access<policy>({r.geometry, *r.cache, *r.volume, here}, {line_begin + line, alone}, op,
+                          tally);
     for (const uint32_t member : here.ballot(wants && !alone)) {
       update_copy(p, line_begin, here.broadcast(row, member), here.broadcast(first, member), tally);
     }

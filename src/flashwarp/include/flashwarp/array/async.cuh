@@ -58,8 +58,8 @@ FW_DEVICE_NOINLINE uint32_t touch_span(cache::line_cache* c, cache::volume* v, c
   uint32_t status = 0;
   for (walk at(c->geometry, s); here.any(at.more()); at.line += at.stride) {
     touch_line op;
-    const uint32_t got = cache::access<policy>(c->geometry, *c, *v, here, at.more(),
-                                               v->line_begin + at.line, false, op, count);
+    const uint32_t got = cache::access<policy>({c->geometry, *c, *v, here},
+                                               {v->line_begin + at.line, at.more()}, op, count);
     if (at.more() && status == nvme::kSuccess) status = got;
   }
   count.add_kernel_to(*v, here);

@@ -62,7 +62,7 @@ FW_DEVICE_NOINLINE uint32_t access_slow(cache::line_cache* c, cache::volume* v, 
   looked = !here.any(!looked);
   cache::tally count;
   const uint32_t status =
-      cache::access<policy>(g, *c, *v, here, true, line, false, op, count, looked);
+      cache::access<policy>({g, *c, *v, here}, {line, true, false, looked}, op, count);
   count.add_kernel_to(*v, here);
   here.sync();
   return status;

@@ -108,7 +108,7 @@ FW_DEVICE_NOINLINE uint32_t move_span(cache::line_cache* c, cache::volume* v, la
     const uint64_t global = v->line_begin + at.line;
     const bool whole = wants && op.bytes == cache::bytes_of_line(*c, *v, global);
     const uint32_t got =
-        cache::access<policy>(g, *c, *v, here, wants, global, whole, op, count, Misses());
+        cache::access<policy>({g, *c, *v, here}, {global, wants, whole}, op, count, Misses());
     if (wants && status == nvme::kSuccess) status = got;
     at.line += s.stride;
   }

@@ -107,7 +107,7 @@ FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::line_c
   if (here.any(claimed)) {
     copy_piece<false> op = {0, claimed ? cache::bytes_of_line(*c, *v, line) : 0, buffer};
     cache::tally count;
-    status = cache::access<policy>(c->geometry, *c, *v, here, claimed, line, false, op, count);
+    status = cache::access<policy>({c->geometry, *c, *v, here}, {line, claimed}, op, count);
     count.add_kernel_to(*v, here);
     if (claimed && status == nvme::kSuccess) {
       cache::share_open(t, mine.entry, line, group.count() - 1, base::scope_of(buffer) != 0);
@@ -152,7 +152,8 @@ FW_DEVICE_NOINLINE uint32_t try_release_line(cache::share_table t, cache::line_c
   if (here.any(writes)) {
     copy_piece<true> op = {0, writes ? cache::bytes_of_line(*c, *v, held.line) : 0, held.buffer};
     cache::tally count;
-    status = cache::access<policy>(c->geometry, *c, *v, here, writes, held.line, writes, op, count);
+    status =
+        cache::access<policy>({c->geometry, *c, *v, here}, {held.line, writes, writes}, op, count);
     count.add_kernel_to(*v, here);
   }
   if (!held.owner) return nvme::kSuccess;
@@ -201,7 +202,7 @@ FW_DEVICE_NOINLINE uint32_t try_store_copy(cache::share_table t, cache::line_cac
     store_element<kBytes> op = element;
     cache::tally count;
     const uint32_t got =
-        cache::access<policy>(c->geometry, *c, *v, here, claimed, line, false, op, count);
+        cache::access<policy>({c->geometry, *c, *v, here}, {line, claimed}, op, count);
     count.add_kernel_to(*v, here);
     if (claimed) {
       status = got;

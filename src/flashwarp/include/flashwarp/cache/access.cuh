@@ -16,6 +16,24 @@
 
 namespace fw::cache {
 
+// The lanes that access lines of one volume together.
+struct party {
+  const geometry& g;  // the cache's; callers that have it in constant memory give that copy
+  line_cache& c;
+  volume& v;
+  lanes here;
+};
+
+// What one of these lanes asks for.
+struct request {
+  uint64_t line;       // global
+  bool wants = true;   // whether it asks at all
+  bool whole = false;  // whether it overwrites the line whole
+  // Whether all lanes have just looked for their lines in vain: they claim frames at once, because
+  // the claim looks again.
+  bool looked = false;
+};
+
 // Serves the lanes whose line is resident. Returns the lanes that it served.
 template <typename Policy, typename Op>
 FW_DEVICE lanes serve_hits(const geometry& g, lanes here, const place& at, Op& op) {
@@ -68,21 +86,50 @@ FW_DEVICE uint32_t pass_lines(line_cache& c, volume& v, lanes here, lanes member
   return end_write_back(c, v, t, status);
 }
 
+// Fills the frames that the lanes of `fills` have claimed. Returns the lane's status.
+FW_DEVICE uint32_t fill_claims(const party& by, lanes fills, const plain_source& source,
+                               uint64_t line, uint64_t way) {
+  if (!fills) return nvme::kSuccess;
+  lanes left = fills;
+  if (!by.here.any(!source.open)) {
+    const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(by.g, way));
+    left = read_frames(*source.queue, by.here, fills, fills, frame, source.address, source.bytes);
+  }
+  if (!left) return nvme::kSuccess;
+  const uint32_t got = move_lines(by.c, by.v, by.here, left, nvme::kRead, {line, way});
+  return left.mine() ? got : uint32_t(nvme::kSuccess);
+}
+
+// Writes the dirty victims of the lanes of `dirty` back. Returns the lane's status.
+FW_DEVICE uint32_t clean_victims(const party& by, lanes dirty, const claim& mine, uint64_t line) {
+  if (!dirty) return nvme::kSuccess;
+  const uint32_t got =
+      write_back(by.c, by.v, by.here, dirty, {tag::line_of(mine.word), mine.way}, false);
+  if (!dirty.mine() || got == nvme::kSuccess) return nvme::kSuccess;
+  // The error is in the record of the victim's volume. If `by.v` has another record, it needs the
+  // error too, because this access fails.
+  if (&volume_of(by.c, tag::line_of(mine.word)) != &by.v) {
+    record_error(by.v, got, nvme::kWrite, line);
+  }
+  return got;
+}
+
 // Handles the lanes of `missing`. One leader for each line claims a frame and fills it. The lanes
 // that want this line are served from it before it is published. If `kPasses`, the line only passes
 // through its frame: it is in the storage when this returns, and the frame is empty.
 template <bool kPasses, typename Policy, typename Op>
 FW_DEVICE miss_outcome serve_by_claims(line_cache& c, volume& v, lanes here, lanes missing,
-                                       uint64_t line, bool whole, Op& op, tally& count,
-                                       purpose why) {
+                                       const request& asked, Op& op, tally& count, purpose why) {
   const uint32_t lane = warp::lane();
+  const uint64_t line = asked.line;
   const bool misses = missing.mine();
   const lanes group = misses ? missing.match(line) : lanes();
   const uint32_t leader = misses ? group.leader() : lane;
   // The line need not be read only if all lanes of the group overwrite it whole.
-  const lanes wholes = here.ballot(misses && whole);
+  const lanes wholes = here.ballot(misses && asked.whole);
   const bool overwrite = Op::kStores && (wholes & group) == group;
   const geometry g = c.geometry;
+  const party by = {g, c, v, here};
   const plain_source source = plain_source_of(c, v, here, line);
   lanes kept;
   const claim mine =
@@ -95,18 +142,7 @@ FW_DEVICE miss_outcome serve_by_claims(line_cache& c, volume& v, lanes here, lan
   const bool claimed = misses && leader == lane && mine.result == claim_result::kClaimed;
   const lanes claims = here.ballot(claimed);
   const lanes fills = here.ballot(claimed && !overwrite) - kept;
-  uint32_t status = 0;
-  if (fills) {
-    lanes left = fills;
-    if (!here.any(!source.open)) {
-      const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(g, mine.way));
-      left = read_frames(*source.queue, here, fills, fills, frame, source.address, source.bytes);
-    }
-    if (left) {
-      const uint32_t got = move_lines(c, v, here, left, nvme::kRead, {line, mine.way});
-      if (left.mine()) status = got;
-    }
-  }
+  uint32_t status = fill_claims(by, fills, source, line, mine.way);
   // Each lane gets its leader's frame and status.
   const bool led = misses && claims.has(leader);
   const uint64_t way = here.take(mine.way, leader);
@@ -137,17 +173,7 @@ FW_DEVICE miss_outcome serve_by_claims(line_cache& c, volume& v, lanes here, lan
   // The claim gave a dirty victim: clean it, and claim the frame at the next try.
   const bool cleans = misses && leader == lane && mine.result == claim_result::kDirty;
   const lanes dirty = here.ballot(cleans);
-  uint32_t failure = 0;
-  if (dirty) {
-    failure = write_back(c, v, here, dirty, {tag::line_of(mine.word), mine.way}, false);
-    failure = cleans ? failure : 0;
-    // The error is in the record of the victim's volume. If `v` has another record, it needs the
-    // error too, because this access fails.
-    if (failure != nvme::kSuccess && &volume_of(c, tag::line_of(mine.word)) != &v) {
-      record_error(v, failure, nvme::kWrite, line);
-    }
-  }
-  const uint32_t lost = here.take(failure, leader);
+  const uint32_t lost = here.take(clean_victims(by, dirty, mine, line), leader);
 
   count.misses += here.ballot(led).count();
   count.evictions += here.ballot(claimed && mine.evicted).count();
@@ -159,10 +185,13 @@ FW_DEVICE miss_outcome serve_by_claims(line_cache& c, volume& v, lanes here, lan
   return {led || error != 0, bool(claims | dirty) || found, error};
 }
 
+// Functions that kernels call get the line and its flag one by one: a struct would be built in
+// memory.
 template <typename Policy, typename Op>
 FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, lanes here, lanes missing,
                                              uint64_t line, bool whole, Op& op, tally& count) {
-  return serve_by_claims<false, Policy>(c, v, here, missing, line, whole, op, count, purpose::kUse);
+  return serve_by_claims<false, Policy>(c, v, here, missing, {line, true, whole}, op, count,
+                                        purpose::kUse);
 }
 
 // How many steps of a wait a line that passes through a set gives others that do. It then takes a
@@ -174,7 +203,7 @@ FW_DEVICE_NOINLINE miss_outcome pass_misses_through(line_cache& c, volume& v, la
                                                     lanes missing, uint64_t line, bool whole,
                                                     Op& op, tally& count, uint32_t step) {
   const purpose why = step < kPassingTries ? purpose::kPass : purpose::kUse;
-  return serve_by_claims<true, Policy>(c, v, here, missing, line, whole, op, count, why);
+  return serve_by_claims<true, Policy>(c, v, here, missing, {line, true, whole}, op, count, why);
 }
 
 // The status of a lane whose access was deferred. NVMe statuses have 15 bits.
@@ -206,27 +235,28 @@ FW_DEVICE_NOINLINE miss_outcome defer_misses(line_cache& c, volume& v, lanes her
   return serve_misses<Policy>(c, v, here, missing, line, whole, op, count);
 }
 
-// Runs `op` on the frame of `line` for each lane that `wants`. All lanes of `here` call together.
-// `g` is the cache's geometry; callers that have it in constant memory pass that copy. `looked`
-// says that all lanes have just looked for their lines in vain: they claim frames at once, because
-// the claim looks again. Returns the lane's NVMe status: kSuccess, or the error that is also in the
-// volume's error record. If `misses.allowed()`, `misses.defer(lanes)` may take the lanes that are
-// not served, and returns true. Their status is then kDeferred.
-template <typename Policy, typename Op, typename Misses>
-FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, lanes here, bool wants,
-                          uint64_t line, bool whole, Op& op, tally& count, const Misses& misses,
-                          bool looked = false) {
+// Runs `op` on the frames of the lines that the lanes of `by` ask for. All of them call together.
+// Returns the lane's NVMe status: kSuccess, or the error that is also in the volume's error record.
+// If `misses.allowed()`, `misses.defer(lanes)` may take the lanes that are not served, and returns
+// true. Their status is then kDeferred.
+template <typename Policy, typename Op, typename Misses = fetch_misses>
+FW_DEVICE uint32_t access(const party& by, const request& asked, Op& op, tally& count,
+                          const Misses& misses = {}) {
+  line_cache& c = by.c;
+  volume& v = by.v;
+  const lanes here = by.here;
   nvme::deadline limit(v.queues[0].data);
   uint32_t step = 0;
   uint32_t status = 0;
-  bool pending = wants;
+  bool pending = asked.wants;
+  bool looked = asked.looked;
   while (here.any(pending)) {
     place at = {0, 0, false};
     bool busy = false;
     lanes hits;
     if (!looked) {
-      if (pending) at = probe(g, line, busy);
-      hits = serve_hits<Policy>(g, here, at, op);
+      if (pending) at = probe(by.g, asked.line, busy);
+      hits = serve_hits<Policy>(by.g, here, at, op);
     }
     looked = false;
     count.hits += hits.count();
@@ -235,7 +265,7 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, lanes her
     const lanes missing = here.ballot(pending && !at.found && !busy);
     // Lanes that would wait for a fill, their own or another warp's. Lines that are overwritten
     // whole need none.
-    const lanes rest = misses.allowed() ? here.ballot(pending && !whole) : lanes();
+    const lanes rest = misses.allowed() ? here.ballot(pending && !asked.whole) : lanes();
     bool moved = hits.bits() != 0;
     if (missing | rest) {
       // Pass the addresses of copies, so that `op` and `misses` themselves stay in registers.
@@ -244,14 +274,14 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, lanes her
       miss_outcome out;
       if constexpr (Misses::kDefers) {
         const Misses late = misses;
-        out = base::opaque(&defer_misses<Policy, Op, Misses>)(c, v, here, missing, line, whole,
-                                                              cold, events, rest, late);
+        out = base::opaque(&defer_misses<Policy, Op, Misses>)(
+            c, v, here, missing, asked.line, asked.whole, cold, events, rest, late);
       } else if constexpr (Misses::kPasses) {
-        out = base::opaque(&pass_misses_through<Policy, Op>)(c, v, here, missing, line, whole, cold,
-                                                             events, step);
+        out = base::opaque(&pass_misses_through<Policy, Op>)(c, v, here, missing, asked.line,
+                                                             asked.whole, cold, events, step);
       } else {
-        out =
-            base::opaque(&serve_misses<Policy, Op>)(c, v, here, missing, line, whole, cold, events);
+        out = base::opaque(&serve_misses<Policy, Op>)(c, v, here, missing, asked.line, asked.whole,
+                                                      cold, events);
       }
       op = cold;
       count.add(events);
@@ -264,19 +294,12 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, lanes her
     if (here.any(limit.passed() || has_failed(v))) {
       atomic::store_relaxed(&failure_mark(v), 1u);
       if (!pending) return status;
-      record_error(v, nvme::kTimedOut, nvme::kRead, line);
+      record_error(v, nvme::kTimedOut, nvme::kRead, asked.line);
       return nvme::kTimedOut;
     }
     base::opaque (&help_any)(c, v, here, step++);
   }
   return status;
-}
-
-template <typename Policy, typename Op>
-FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, lanes here, bool wants,
-                          uint64_t line, bool whole, Op& op, tally& count, bool looked = false) {
-  const fetch_misses misses;
-  return access<Policy>(g, c, v, here, wants, line, whole, op, count, misses, looked);
 }
 
 // Claims a frame for the line of each lane that `asks`, and starts its fill. Returns whether the

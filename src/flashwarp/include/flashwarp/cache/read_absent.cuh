@@ -179,7 +179,7 @@ FW_DEVICE uint32_t access_around(line_cache& c, volume& v, lanes here, bool want
     if (status != nvme::kSuccess) record_error(v, status, nvme::kRead, line);
   }
   if (!here.any(pending)) return status;
-  const uint32_t got = access<Policy>(g, c, v, here, pending, line, false, op, hits);
+  const uint32_t got = access<Policy>({g, c, v, here}, {line, pending}, op, hits);
   return pending ? got : status;
 }
 
