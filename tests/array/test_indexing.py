@@ -25,7 +25,6 @@ from flashwarp.errors import (
     BoundsError,
     FlashwarpError,
     IndexDtypeError,
-    ReadOnlyError,
 )
 from flashwarp.storage import Memory
 
@@ -524,12 +523,6 @@ def test_arrays_store_each_other_from_two_threads() -> None:
         for thread in threads:
             thread.join(30)
         assert not any(thread.is_alive() for thread in threads)
-
-
-def test_a_store_to_a_read_only_array_changes_nothing(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.arange(6).reshape(3, 2))
-    with fw.open(tmp_path / "x.npy", device="cpu") as x, pytest.raises(ReadOnlyError):
-        x[0, 0] = 1
 
 
 @pytest.mark.parametrize(

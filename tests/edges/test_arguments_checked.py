@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp import config, graphs, trace
+from flashwarp import graphs, trace
 from flashwarp.array.share_table import ENTRIES_MAX
 from flashwarp.config import Config, flag, integer, number, parse_bytes
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
-    CacheError,
     DtypeError,
     FileFormatError,
     FlashwarpError,
@@ -475,9 +474,3 @@ def test_bytes_outside_of_a_storage() -> None:
         for offset, nbytes in ((-1, 1), (0, -1), (512, 1), (0, 513), (2**70, 1), (1, 2**70)):
             with pytest.raises(BoundsError):
                 storage.read(offset, nbytes)
-
-
-def test_cache_geometry_errors_stay_cache_errors() -> None:
-    with pytest.raises(CacheError, match="ways=5"):
-        fw.Cache("1 MiB", ways=5, device="cpu")
-    assert config.current().key_bytes > 0
