@@ -54,6 +54,7 @@ test-all: export FLASHWARP_ALL_TESTS := 1
 test-all: export FLASHWARP_MISUSE_SEQUENCES ?= 300
 test-all: export FLASHWARP_EDGES_SECONDS ?= 8
 test-all: export FLASHWARP_EDGES_EXITS ?= 1980
+test-all: export FLASHWARP_INDEXING_KEYS ?= 12000
 test-all: export FLASHWARP_FUZZ_EXAMPLES ?= 2000
 test-all: export FLASHWARP_SIMULATE_SEEDS ?= 1000
 test-all: export FLASHWARP_STRESS_SECONDS := 10

@@ -1,6 +1,6 @@
 """``x[key]`` and ``x[key] = value`` against numpy: the same result, or a typed error for both.
 
-FLASHWARP_INDEXING_KEYS is the number of random keys (default 12,000), FLASHWARP_INDEXING_SEED their
+FLASHWARP_INDEXING_KEYS is the number of random keys (default 6,000), FLASHWARP_INDEXING_SEED their
 seed (default: the day's). A failure prints the seed of its array and the number of its key.
 """
 
@@ -28,7 +28,7 @@ from flashwarp.errors import (
 )
 from flashwarp.storage import Memory
 
-KEYS = int(os.environ.get("FLASHWARP_INDEXING_KEYS", "12000"))
+KEYS = int(os.environ.get("FLASHWARP_INDEXING_KEYS", "6000"))
 SEED = int(os.environ.get("FLASHWARP_INDEXING_SEED", "1"))
 KEYS_EACH = 250
 
