@@ -75,7 +75,7 @@ def _reads(bench: Bench, data: Data) -> None:
             }
             for threads in sorted({1, min(4, bench.threads)}):
                 with Gatherer(threads) as gatherer:
-                    label = f"{gatherer.file_way}, {threads} threads"
+                    label = f"{gatherer.file_engine}, {threads} threads"
                     ways[label] = partial(_gather, file, into, offsets, threads)
             for label, way in ways.items():
                 into[:] = 0

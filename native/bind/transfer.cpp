@@ -100,7 +100,7 @@ void bind_transfer(nb::module_& m) {
       .def(nb::init<uint32_t, uint32_t>(), nb::arg("threads"),
            nb::arg("in_flight") = Gatherer::kInFlight)
       .def_prop_ro("threads", &Gatherer::threads)
-      .def_prop_ro("file_way", &Gatherer::file_way)
+      .def_prop_ro("file_engine", &Gatherer::file_engine)
       .def("gather", &move_pieces<uint64_t, &Gatherer::gather>, nb::arg("buffer"), nb::arg("base"),
            nb::arg("offsets"), nb::arg("count"), nb::arg("piece_bytes"))
       .def("read", &move_pieces<int, &Gatherer::read>, nb::arg("buffer"), nb::arg("fd"),

@@ -161,7 +161,7 @@ Gatherer::Outcome Gatherer::gather(uint64_t base, const Pieces& pieces) {
 
 // Files.
 
-std::string Gatherer::file_way() {
+std::string Gatherer::file_engine() {
   give_engine(take_engine());
   const std::lock_guard guard(state_->engines_lock);
   return state_->factory->description();

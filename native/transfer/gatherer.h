@@ -49,7 +49,7 @@ class Gatherer {
 
   uint32_t threads() const { return threads_; }
   // How files are read: "io_uring", or a thread pool and why.
-  std::string file_way();
+  std::string file_engine();
 
   // The memory at `base`, such as a mapped file: its pages may have gone.
   Outcome gather(uint64_t base, const Pieces& pieces);

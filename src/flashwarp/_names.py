@@ -41,7 +41,7 @@ OLD: dict[str, dict[str, str]] = {
     # `flush` makes durable.
     "File": {"sync": "flush"},
     "Gvdk": {"sync": "flush"},
-    # How bytes travel.
+    # How bytes travel; ways are those of caches.
     "Explanation": {
         "array": 'facts["array"]',
         "cache": 'facts["cache"]',
@@ -54,6 +54,7 @@ OLD: dict[str, dict[str, str]] = {
         "storage": 'facts["storage"]',
         "way": "route",
     },
+    "Gatherer": {"file_way": "file_engine"},
     "Service": {"path": "route"},
     "SoftwareController": {"data_path=": "route="},
     "Ticket": {"way": "route"},

@@ -25,6 +25,7 @@ PLACES = {
     "Explanation": "flashwarp.explanation",
     "File": "flashwarp.file.file",
     "Future": "flashwarp.array.futures",
+    "Gatherer": "flashwarp.transfer.gatherer",
     "Gvdk": "flashwarp.file.gvdk.image",
     "Offloaded": "flashwarp.interop.torch.offload",
     "Pipeline": "flashwarp.pipeline.pipeline",

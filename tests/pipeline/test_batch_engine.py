@@ -125,21 +125,21 @@ def tables(draw: Any) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None)
-@given(table=tables(), way=st.sampled_from(["direct", "ring", "copies"]))
+@given(table=tables(), route=st.sampled_from(["direct", "ring", "copies"]))
 def test_a_prefetch_has_the_rows_in_their_order(
-    kind: str, table: tuple[int, int, int], way: str, tmp_path_factory: pytest.TempPathFactory
+    kind: str, table: tuple[int, int, int], route: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     row_bytes, rows, seed = table
     random = np.random.default_rng(seed)
     data = bytes_of(rows * row_bytes, seed)
     expected = data.reshape(rows, row_bytes)
     with opened(kind, data, tmp_path_factory.mktemp("t")) as storage:
-        ring = None if way == "direct" else Ring(8192, 3)
+        ring = None if route == "direct" else Ring(8192, 3)
         with BatchEngine(
             DEVICE, storage, rows=rows, row_bytes=row_bytes, batch_rows=500,
-            slots=2, ring=ring, copies=way == "copies", workers=(1, 3), timeout_s=10,
+            slots=2, ring=ring, copies=route == "copies", workers=(1, 3), timeout_s=10,
         ) as engine:  # fmt: skip
-            consumer = Consumer(engine, "prefetch") if way == "ring" else None
+            consumer = Consumer(engine, "prefetch") if route == "ring" else None
             for count in (random.integers(1, 500), 1, rows):
                 ids: Any = random.integers(0, rows, count)
                 if count == rows:
@@ -156,9 +156,9 @@ def test_a_prefetch_has_the_rows_in_their_order(
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
 @settings(max_examples=12, deadline=None)
-@given(table=tables(), way=st.sampled_from(["direct", "ring", "copies"]))
+@given(table=tables(), route=st.sampled_from(["direct", "ring", "copies"]))
 def test_what_is_written_back_is_in_the_storage(
-    kind: str, table: tuple[int, int, int], way: str, tmp_path_factory: pytest.TempPathFactory
+    kind: str, table: tuple[int, int, int], route: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     row_bytes, rows, seed = table
     random = np.random.default_rng(seed)
@@ -166,13 +166,13 @@ def test_what_is_written_back_is_in_the_storage(
     expected = data.copy()
     table_of = expected.reshape(rows, row_bytes)
     with opened(kind, data, tmp_path_factory.mktemp("t")) as storage:
-        ring = None if way == "direct" else Ring(8192, 3)
+        ring = None if route == "direct" else Ring(8192, 3)
         with BatchEngine(
             DEVICE, storage, rows=rows, row_bytes=row_bytes, batch_rows=500,
-            slots=2, directions=("prefetch", "write_back"), ring=ring, copies=way == "copies",
+            slots=2, directions=("prefetch", "write_back"), ring=ring, copies=route == "copies",
             workers=2, timeout_s=10,
         ) as engine:  # fmt: skip
-            consumer = Consumer(engine, "write_back") if way == "ring" else None
+            consumer = Consumer(engine, "write_back") if route == "ring" else None
             for count in (rows // 2, rows):
                 ids: Any = random.permutation(rows)[:count] if count != rows else range(rows)
                 buffer = bytes_of(count * row_bytes, int(random.integers(1 << 30)))

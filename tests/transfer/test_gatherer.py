@@ -69,18 +69,18 @@ def test_a_file_gives_the_same(piece: int, count: int, seed: int) -> None:
     np.testing.assert_array_equal(buffer, expected(source, offsets, piece))
 
 
-@pytest.mark.parametrize("way", ["io_uring", "threads"])
-def test_both_ways_into_files_work(way: str, tmp_path: Path, monkeypatch: object) -> None:
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_both_engines_read_files(engine: str, tmp_path: Path, monkeypatch: object) -> None:
     assert isinstance(monkeypatch, pytest.MonkeyPatch)
-    if way == "threads":
+    if engine == "threads":
         monkeypatch.setenv("FLASHWARP_IO_ENGINE", "threads")
     source, offsets = data(1 << 20), np.arange(256)[::-1] * 4096
     (tmp_path / "file").write_bytes(source.tobytes())
     buffer = np.zeros_like(source)
 
     with Gatherer(threads=2) as each, (tmp_path / "file").open("rb") as file:
-        if way == "threads":
-            assert each.file_way == "thread-pool: FLASHWARP_IO_ENGINE=threads"
+        if engine == "threads":
+            assert each.file_engine == "thread-pool: FLASHWARP_IO_ENGINE=threads"
         each.read(buffer, file.fileno(), offsets, 4096)
 
     np.testing.assert_array_equal(buffer, expected(source, offsets, 4096))

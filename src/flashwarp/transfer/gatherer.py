@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, endings
+from flashwarp._names import renamed
 from flashwarp.config import cores, integer
 from flashwarp.errors import ArgumentError, BoundsError, StorageError
 
@@ -22,6 +23,7 @@ _MOST = 1 << 62
 Bytes = npt.NDArray[Any]
 
 
+@renamed
 class Gatherer(endings.OfProcess):
     """Collects scattered pieces of one size at memory speed, by a few threads of the host.
 
@@ -65,10 +67,10 @@ class Gatherer(endings.OfProcess):
         return self._native.threads
 
     @property
-    def file_way(self) -> str:
+    def file_engine(self) -> str:
         """How files are read: "io_uring", or what takes its place and why."""
         self._check_usable()
-        return self._native.file_way
+        return self._native.file_engine
 
     def gather(
         self, buffer: Bytes, source: Bytes, offsets: npt.ArrayLike, piece_bytes: int
