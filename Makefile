@@ -42,8 +42,8 @@ demo: $(VENV)/demo.stamp  ## Show what flashwarp does, on the GPU or the CPU
 
 # Side by side what waits for a disk, one core or a thread: the sanitizers' programs are compiled
 # while lint runs, and run while others are compiled. Then pytest, alone, since some tests count on
-# their turn: by three processes, because tests also wait for others; by one where tests share a GPU.
-# A test that hangs where no signal reaches it ends its process, and the others go on.
+# their turn: by three processes, because tests also wait for others; by one where tests share a
+# GPU. A test that hangs where no signal reaches it ends its process, and the others go on.
 test: $(VENV)/dev.stamp  ## Everything that CI runs: lint, sanitizers, tests
 	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint tsan asan
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal \
