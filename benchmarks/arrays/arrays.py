@@ -24,8 +24,8 @@ import flashwarp as fw
 from benchmarks.base import Record
 from flashwarp._jit.compiler import Source
 from flashwarp._jit.program import LoadedKernel
-from flashwarp.array.rows import ArrayStruct
 from flashwarp.device import CudaDevice, Device, resolve
+from flashwarp.launch.rows import ArrayStruct
 from flashwarp.probe.disk import drop_page_cache, fill_page_cache, measure_ceiling
 from flashwarp.probe.timing import device_seconds, in_turns, median_of, wall_seconds
 from flashwarp.storage.npy import read_layout

@@ -19,10 +19,10 @@ pytest.importorskip("cuda.bindings.driver")
 pytest.importorskip("cuda.bindings.nvrtc")
 
 import flashwarp as fw
-from flashwarp.array import copying
 from flashwarp.array.attachment import Attachment
 from flashwarp.device import DeviceArray, OwnedStream
 from flashwarp.errors import BoundsError, DeviceError, IndexDtypeError
+from flashwarp.launch import copying
 from flashwarp.nvme import software
 from flashwarp.storage.lease import Lease
 from support import fake_cuda

@@ -23,7 +23,6 @@ pytest.importorskip("cuda.bindings.nvrtc")
 import flashwarp as fw
 from flashwarp._jit import cuda_context, nvrtc, precompiled
 from flashwarp._jit.compiler import Source
-from flashwarp.array.rows import RowParams
 from flashwarp.device import CudaDevice, resolve, view
 from flashwarp.errors import (
     ArgumentError,

@@ -17,7 +17,6 @@ import pytest
 
 import flashwarp.device as fw_device
 from flashwarp._jit import cuda_context
-from flashwarp.array.rows import RowParams
 from flashwarp.device import (
     ArrayView,
     CpuDevice,
@@ -36,6 +35,7 @@ from flashwarp.errors import (
     DtypeError,
     ForkError,
 )
+from flashwarp.launch.rows import RowParams
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ from torch import nn
 
 from flashwarp._jit import compiler
 from flashwarp._jit.compiler import Artifact, KernelResources
-from flashwarp.array.rows import MaintenanceParams
 from flashwarp.device.cuda import CudaDevice
 from flashwarp.errors import CacheError
 from flashwarp.interop.torch.offloading.modules import tables_of
 from flashwarp.interop.torch.offloading.plan import Need, Plan
 from flashwarp.interop.torch.offloading.tensors import find_tensors
+from flashwarp.launch.rows import MaintenanceParams
 from flashwarp.storage.safetensors import read_checkpoint
 from support import fake_cuda
 

@@ -51,7 +51,7 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "order of streams",
-        "flashwarp.array.launcher",
+        "flashwarp.launch.launcher",
         "        if self.order is None:\n            return queue()",
         "        return queue()",
         "fake",
@@ -81,7 +81,7 @@ MUTANTS = [
     ),
     Mutant(
         "order of kernels",
-        "flashwarp.array.order",
+        "flashwarp.launch.order",
         "        if array.order is not None:\n            queue =",
         "        if False:\n            queue =",
         "fake",

@@ -18,9 +18,9 @@ pytest.importorskip("cuda.bindings.driver")
 pytest.importorskip("cuda.bindings.nvrtc")
 
 import flashwarp as fw
-from flashwarp.array import copying
 from flashwarp.device import CudaDevice, DeviceArray, OwnedStream
 from flashwarp.errors import ArgumentError, CaptureError
+from flashwarp.launch import copying
 from flashwarp.nvme import software
 from support import fake_cuda
 from support.cuda_arrays import gpu

@@ -20,11 +20,11 @@ import pytest
 import flashwarp as fw
 from flashwarp._jit import compiler
 from flashwarp._jit.compiler import Artifact, KernelResources
-from flashwarp.array.rows import MaintenanceParams
 from flashwarp.device import host_memory
 from flashwarp.device.cuda import CudaDevice
 from flashwarp.device.host_memory import PinnedFiles
 from flashwarp.errors import DeviceError, RouteError
+from flashwarp.launch.rows import MaintenanceParams
 from flashwarp.nvme import software
 from flashwarp.storage import Concatenated, Memory, Striped
 from flashwarp.storage.lease import Lease

@@ -18,9 +18,9 @@ pytest.importorskip("cuda.bindings.nvrtc")
 import flashwarp as fw
 from flashwarp._jit import compiler, precompiled
 from flashwarp._jit.compiler import Artifact, KernelResources
-from flashwarp.array.rows import MaintenanceParams, RowParams
 from flashwarp.device import CudaDevice
 from flashwarp.errors import CaptureError
+from flashwarp.launch.rows import MaintenanceParams, RowParams
 from flashwarp.table.lookup import Ids, Lookup, Number, Scales, Table
 from flashwarp.table.structs import LookupParams
 from support import fake_cuda

@@ -33,9 +33,6 @@ from flashwarp._names import renamed
 from flashwarp.array import handles
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.futures import Future
-from flashwarp.array.launcher import Verb, Watcher
-from flashwarp.array.operands import Index, Operands, Rows, host_empty, host_index, is_foreign
-from flashwarp.array.rows import ArrayStruct, RowFormat
 from flashwarp.array.selection import Selection, select
 from flashwarp.array.stats import Stats
 from flashwarp.cache.cache import Cache
@@ -54,6 +51,9 @@ from flashwarp.errors import (
     RouteError,
     StorageError,
 )
+from flashwarp.launch.launcher import Verb, Watcher
+from flashwarp.launch.operands import Index, Operands, Rows, host_empty, host_index, is_foreign
+from flashwarp.launch.rows import ArrayStruct, RowFormat
 from flashwarp.nvme import Service
 
 if TYPE_CHECKING:

@@ -19,17 +19,16 @@ from functools import partial
 from flashwarp import _native, endings
 from flashwarp._waiting import Waited
 from flashwarp.array.calls import Calls, time_limit_s
-from flashwarp.array.copying import RangeCopies
 from flashwarp.array.failures import Failures
-from flashwarp.array.launcher import Launcher
-from flashwarp.array.operands import Operands
-from flashwarp.array.order import Order
-from flashwarp.array.rows import RowFormat
 from flashwarp.array.stats import Stats
-from flashwarp.array.tensors import row_calls
 from flashwarp.cache.cache import Cache
 from flashwarp.device import CudaDevice, Launch
 from flashwarp.errors import CaptureError, DeviceError, DeviceTimeout, FlashwarpError, StorageError
+from flashwarp.launch.copying import RangeCopies
+from flashwarp.launch.launcher import Launcher
+from flashwarp.launch.operands import Operands
+from flashwarp.launch.order import Order
+from flashwarp.launch.rows import RowFormat
 from flashwarp.nvme import Controller, Destination
 from flashwarp.storage import Namespace
 from flashwarp.storage.composite import serve
@@ -136,7 +135,7 @@ class Attachment(endings.NotCopied):
                     volume, service, storage, format.row_bytes, writable=writable
                 )
             self.operands = Operands(cache.device, format, cache.device)
-            self.row_calls = row_calls(self.launcher, self._streams)
+            self.row_calls = self.launcher.row_calls(self._streams)
             self.calls = Calls(self.launcher, self.operands, self._failures, self.row_calls)
             endings.remember(self)
             made.pop_all()

@@ -33,8 +33,6 @@ from flashwarp._jit.cuda_context import End
 from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.array.failures import Failures
 from flashwarp.array.futures import Future
-from flashwarp.array.launcher import Launcher, Verb
-from flashwarp.array.operands import Index, Operands, Rows
 from flashwarp.cache.structs import ErrorRecordStruct, FailureStruct
 from flashwarp.device import DeviceArray, Event, OwnedStream, stream_handle
 from flashwarp.device.scratch import Scratch
@@ -46,6 +44,8 @@ from flashwarp.errors import (
     DeviceError,
     DeviceTimeout,
 )
+from flashwarp.launch.launcher import Launcher, Verb
+from flashwarp.launch.operands import Index, Operands, Rows
 
 __all__ = ["Calls", "time_limit_s"]
 

@@ -22,15 +22,6 @@ import numpy.typing as npt
 from flashwarp import _native, endings
 from flashwarp._jit.cuda_context import End
 from flashwarp.array.attachment import Attachment
-from flashwarp.array.launcher import Counting, Verb
-from flashwarp.array.operands import Index, Operands
-from flashwarp.array.rows import (
-    BYTES_WORTH_A_THREAD,
-    RowFormat,
-    RowParams,
-    host_indices,
-    segments_per_row,
-)
 from flashwarp.array.stats import Stats
 from flashwarp.cache.cache import Cache
 from flashwarp.cache.shared import Client
@@ -43,6 +34,15 @@ from flashwarp.errors import (
     FlashwarpError,
     OwnerLostError,
     SharedCacheError,
+)
+from flashwarp.launch.launcher import Counting, Verb
+from flashwarp.launch.operands import Index, Operands
+from flashwarp.launch.rows import (
+    BYTES_WORTH_A_THREAD,
+    RowFormat,
+    RowParams,
+    host_indices,
+    segments_per_row,
 )
 from flashwarp.policy import CLOCK
 from flashwarp.sharing.messages import ITEMS_MAX

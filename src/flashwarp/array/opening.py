@@ -19,7 +19,6 @@ import numpy.typing as npt
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.array.attachment import Attachment
-from flashwarp.array.rows import RowFormat
 from flashwarp.cache.cache import LINE_DEFAULT, Cache, automatic_capacity, check_line
 from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
 from flashwarp.device import Device, resolve
@@ -30,6 +29,7 @@ from flashwarp.errors import (
     RouteError,
     SharedCacheError,
 )
+from flashwarp.launch.rows import RowFormat
 from flashwarp.nvme import Controller
 from flashwarp.nvme.group import choose_controllers
 from flashwarp.nvme.queue_pair import ROUTES, Route

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp.array.rows import host_indices
-from flashwarp.errors import ArgumentError, BoundsError, IndexDtypeError
+from flashwarp.errors import BoundsError, IndexDtypeError
+from flashwarp.launch.rows import host_indices, plain_slice
 
-__all__ = ["Block", "Selection", "rows_of_slice", "select"]
+__all__ = ["Block", "Selection", "select"]
 
 Part: TypeAlias = int | slice | EllipsisType | npt.NDArray[Any] | None
 """A part of a key, for one axis, for several, or for a new one."""
@@ -120,11 +120,6 @@ class Selection:
         if first is not None:
             key[self.arrays[0][0]] = first
         return tuple(key)
-
-
-def rows_of_slice(part: slice, length: int) -> range:
-    """Return the rows of a slice; raises IndexDtypeError and ArgumentError."""
-    return range(*_plain_slice(part).indices(length))
 
 
 def select(key: object, shape: tuple[int, ...]) -> Selection:
@@ -230,7 +225,7 @@ def _plain(part: object) -> Part:
     if part is None or part is ...:
         return part
     if isinstance(part, slice):
-        return _plain_slice(part)
+        return plain_slice(part)
     if not isinstance(part, np.ndarray | list | bool | np.bool_):
         try:
             return operator.index(part)  # type: ignore[arg-type]
@@ -267,18 +262,6 @@ def _plain_array(part: object) -> npt.NDArray[Any]:
             "slices, Ellipsis, None, or arrays of integers or booleans"
         )
     return array
-
-
-def _plain_slice(part: slice) -> slice:
-    try:
-        start, stop, step = (
-            None if n is None else operator.index(n) for n in (part.start, part.stop, part.step)
-        )
-    except Exception as error:
-        raise IndexDtypeError(f"a slice is not made of integers: {error}") from error
-    if step == 0:
-        raise ArgumentError("the step of a slice is 0: it must be another integer")
-    return slice(start, stop, step)
 
 
 def _axes(part: Part) -> int:

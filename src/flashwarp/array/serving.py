@@ -23,9 +23,6 @@ import numpy.typing as npt
 from flashwarp import endings
 from flashwarp.array import handles, opening
 from flashwarp.array.array import Array
-from flashwarp.array.launcher import Launcher
-from flashwarp.array.operands import Index
-from flashwarp.array.rows import RowFormat
 from flashwarp.cache.cache import Cache
 from flashwarp.device import shared_memory
 from flashwarp.errors import (
@@ -38,6 +35,9 @@ from flashwarp.errors import (
     ReadOnlyError,
     SharedCacheError,
 )
+from flashwarp.launch.launcher import Launcher
+from flashwarp.launch.operands import Index
+from flashwarp.launch.rows import RowFormat
 from flashwarp.nvme.queue_pair import Route
 from flashwarp.nvme.software import SoftwareController
 from flashwarp.sharing.listener import Answer

@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 import flashwarp as fw
 from flashwarp._jit.compiler import Source
 from flashwarp._jit.program import LoadedKernel
-from flashwarp.array.rows import ArrayStruct
 from flashwarp.demo.check import CheckFailed, check_equal
 from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
+from flashwarp.launch.rows import ArrayStruct
 from flashwarp.policy import CLOCK, Policy
 from flashwarp.probe.disk import create_npy, direct_reads_work, drop_page_cache
 

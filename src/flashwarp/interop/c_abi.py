@@ -15,8 +15,8 @@ import numpy as np
 
 from flashwarp._jit import compiler
 from flashwarp.array.array import Array
-from flashwarp.array.rows import ArrayStruct
 from flashwarp.errors import DtypeError
+from flashwarp.launch.rows import ArrayStruct
 from flashwarp.policy import Policy
 
 ATOMIC_ADD_DTYPES = ("int32", "uint32", "int64", "uint64", "float32", "float64")

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from flashwarp.array.array import Array
-from flashwarp.array.operands import Index
 from flashwarp.errors import DeviceTimeout, FlashwarpError
 from flashwarp.explanation import Explanation
+from flashwarp.launch.operands import Index
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.engine import BatchEngine, Direction
 from flashwarp.pipeline.ids import host_rows

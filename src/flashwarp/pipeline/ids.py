@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from flashwarp.array.array import Array
-from flashwarp.array.operands import Index, is_foreign, rows_of
-from flashwarp.array.rows import host_indices
 from flashwarp.errors import ArgumentError, DtypeError
+from flashwarp.launch.operands import Index, is_foreign, rows_of
+from flashwarp.launch.rows import host_indices
 
 __all__ = ["check_rows", "host_rows", "on_gpu", "refuse_repeats"]
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from flashwarp import endings
 from flashwarp.array.array import Array
-from flashwarp.array.copying import Numbers, RowCopies, why_no_copies
-from flashwarp.array.operands import Index, Rows
 from flashwarp.explanation import Explanation
+from flashwarp.launch.copying import Numbers, RowCopies, why_no_copies
+from flashwarp.launch.operands import Index, Rows
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.ids import host_rows, on_gpu
 from flashwarp.pipeline.route import GpuRoute

@@ -17,11 +17,11 @@ from typing import Any
 from flashwarp import endings
 from flashwarp._names import renamed
 from flashwarp.array.array import Array
-from flashwarp.array.operands import Index
 from flashwarp.config import integer
 from flashwarp.device import TIMEOUT_S, CudaDevice, stream_handle
 from flashwarp.errors import ArgumentError, DeviceTimeout, FlashwarpError, ReadOnlyError
 from flashwarp.explanation import Explanation
+from flashwarp.launch.operands import Index
 from flashwarp.pipeline.buffers import Buffers, imported, library_of
 from flashwarp.pipeline.choice import choose_route
 from flashwarp.pipeline.device_calls import DeviceCalls

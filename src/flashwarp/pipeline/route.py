@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from flashwarp.array.array import Array
-from flashwarp.array.operands import Index
 from flashwarp.device import CudaDevice
 from flashwarp.errors import CaptureError, ClosedError, DeviceTimeout, FlashwarpError
 from flashwarp.explanation import Explanation
+from flashwarp.launch.operands import Index
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.engine import BatchEngine
 from flashwarp.pipeline.engines import ArrayEngine

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from functools import partial
 
 from flashwarp.array.array import Array
-from flashwarp.array.operands import Index
 from flashwarp.errors import (
     BoundsError,
     DeviceTimeout,
@@ -26,6 +25,7 @@ from flashwarp.errors import (
     StorageError,
 )
 from flashwarp.explanation import Explanation
+from flashwarp.launch.operands import Index
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.engine import BatchEngine, BatchPort, Direction, Ring
 from flashwarp.pipeline.ids import host_rows, on_gpu

@@ -18,11 +18,11 @@ from flashwarp._jit import spelling
 from flashwarp._jit.compiler import INCLUDE_DIR, KernelResources, Source
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.array.array import Array
-from flashwarp.array.order import in_order
 from flashwarp.cache.cache import Cache
 from flashwarp.config import integer
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, CompileError
+from flashwarp.launch.order import in_order
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 from flashwarp.program.arguments import Launch, accesses_of, parse_signature
 from flashwarp.storage import files

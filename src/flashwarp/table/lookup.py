@@ -19,10 +19,10 @@ from typing import TypeVar
 
 from flashwarp import endings
 from flashwarp.array.array import Array
-from flashwarp.array.operands import Index
-from flashwarp.array.order import in_order
 from flashwarp.device import DeviceMemory, Launch
 from flashwarp.errors import ArgumentError, ClosedError, FlashwarpError
+from flashwarp.launch.operands import Index
+from flashwarp.launch.order import in_order
 from flashwarp.table.structs import LookupParams, LookupTableStruct, TableScalesStruct
 
 __all__ = ["Bags", "Ids", "Lookup", "Number", "Pooling", "Scales", "Table", "Weights"]

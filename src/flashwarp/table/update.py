@@ -13,9 +13,9 @@ import numpy as np
 
 from flashwarp import endings
 from flashwarp.array.array import Array
-from flashwarp.array.rows import RowParams
 from flashwarp.device.layouts import fields_of
 from flashwarp.errors import ArgumentError, DtypeError, ReadOnlyError
+from flashwarp.launch.rows import RowParams
 
 __all__ = ["RULES", "Gradients", "Rates", "RowUpdate", "Rule"]
 

@@ -11,7 +11,6 @@ from numba.cuda import types
 
 from flashwarp import endings
 from flashwarp.array.array import Array
-from flashwarp.array.order import in_order
 from flashwarp.device import CudaDevice
 from flashwarp.errors import ArgumentError
 from flashwarp.file.kernel_file import KernelFile
@@ -19,6 +18,7 @@ from flashwarp.interop import c_abi
 from flashwarp.interop.numba.batches import PipelineType, pipeline_words
 from flashwarp.interop.numba.data_types import ArrayType
 from flashwarp.interop.numba.files import FILE_WORDS, FileType, file_words
+from flashwarp.launch.order import in_order
 from flashwarp.pipeline.device_calls import DeviceCalls
 
 __all__ = ["Kernel", "extension", "jit"]

@@ -17,7 +17,6 @@ pytest.importorskip("cuda.bindings.nvrtc")
 import flashwarp as fw
 from flashwarp._jit.program import LoadedKernel
 from flashwarp.array.array import Array
-from flashwarp.array.rows import RowParams
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -27,6 +26,7 @@ from flashwarp.errors import (
     DtypeError,
     ReadOnlyError,
 )
+from flashwarp.launch.rows import RowParams
 from flashwarp.program.compiling import Kernel
 from support import fake_cuda
 from support.cuda_arrays import (

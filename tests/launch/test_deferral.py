@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.array.deferral import NOT_DEFERRED, Deferral
 from flashwarp.cache import miss_list
 from flashwarp.cache.miss_list import ListUseStruct, MissListStruct, allocate_misses
 from flashwarp.errors import ArgumentError
+from flashwarp.launch.deferral import NOT_DEFERRED, Deferral
 
 LIST = 0x1000
 WARPS = 132 * 8

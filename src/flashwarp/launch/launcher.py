@@ -18,11 +18,14 @@ import numpy.typing as npt
 
 from flashwarp import _native, config
 from flashwarp._jit.cuda_context import End
-from flashwarp.array.copying import RangeCopies
-from flashwarp.array.deferral import NOT_DEFERRED, Deferral, Deferred
-from flashwarp.array.operands import Index
-from flashwarp.array.order import Order, in_order
-from flashwarp.array.rows import (
+from flashwarp.cache.cache import Volume
+from flashwarp.device import CpuDevice, CudaDevice, DeviceMemory, Launch
+from flashwarp.errors import CaptureError, ClosedError
+from flashwarp.launch.copying import RangeCopies
+from flashwarp.launch.deferral import NOT_DEFERRED, Deferral, Deferred
+from flashwarp.launch.operands import Index
+from flashwarp.launch.order import Order, in_order
+from flashwarp.launch.rows import (
     BYTES_WORTH_A_THREAD,
     ArrayStruct,
     MaintenanceParams,
@@ -32,9 +35,6 @@ from flashwarp.array.rows import (
     segments_per_batch,
     segments_per_row,
 )
-from flashwarp.cache.cache import Volume
-from flashwarp.device import CpuDevice, DeviceMemory, Launch
-from flashwarp.errors import CaptureError, ClosedError
 from flashwarp.nvme import Service
 
 __all__ = ["Counting", "Launcher", "Verb", "Watcher"]
@@ -151,6 +151,23 @@ class Launcher:
         self._uses: tuple[object, ...] | None = ()
         if self.on_cpu:
             self._uses = (*service.natives, *cache.owners, *volume.owners)
+
+    def row_calls(self, streams: set[int]) -> _native.RowCalls:
+        """Make the calls on rows that need no Python; see `native/bind/row_calls.h`.
+
+        `streams` has the streams on which the array may have work; those of calls are added.
+        """
+        device, rows = self.volume.cache.device, self.format
+        return _native.RowCalls(
+            device.launching if isinstance(device, CudaDevice) else None,
+            row_shape=list(rows.row_shape),
+            row_bytes=rows.row_bytes if rows.shape else 0,  # none goes the short way
+            length=rows.row_count,
+            dtype=rows.dtype,
+            dtype_name=rows.dtype.name if rows.dtype.isnative else None,
+            launcher=self,
+            streams=streams,
+        )
 
     def on(self, volume: Volume) -> Launcher:
         """Return the same launches with a copy of the array's entry, which notes its own errors."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from flashwarp.cache.miss_list import ListUseStruct
 from flashwarp.cache.structs import GeometryStruct
 from flashwarp.device.layouts import fields_of
-from flashwarp.errors import BoundsError, IndexDtypeError
+from flashwarp.errors import ArgumentError, BoundsError, IndexDtypeError
 
 # Of narrower rows, each lane copies one element. A warp for each row would leave most lanes idle.
 _WIDE_ROW_BYTES = 256
@@ -116,6 +117,19 @@ def segments_per_row(row_bytes: int, line_bytes: int) -> int:
 def segments_per_batch(line_bytes: int) -> int:
     """Count the lines that a warp fetches at a time."""
     return min(_BATCH_MAX, max(1, _BATCH_BYTES // line_bytes))
+
+
+def plain_slice(part: slice) -> slice:
+    """Return a slice of Python's integers; raises IndexDtypeError and ArgumentError."""
+    try:
+        start, stop, step = (
+            None if n is None else operator.index(n) for n in (part.start, part.stop, part.step)
+        )
+    except Exception as error:
+        raise IndexDtypeError(f"a slice is not made of integers: {error}") from error
+    if step == 0:
+        raise ArgumentError("the step of a slice is 0: it must be another integer")
+    return slice(start, stop, step)
 
 
 def host_indices(indices: object, length: int) -> npt.NDArray[np.int64]:

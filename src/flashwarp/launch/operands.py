@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp.array.rows import RowFormat, host_indices
-from flashwarp.array.selection import rows_of_slice
 from flashwarp.device import (
     ArrayView,
     Device,
@@ -27,6 +25,7 @@ from flashwarp.device import (
 )
 from flashwarp.device.scratch import Scratch
 from flashwarp.errors import ArgumentError, DeviceOutOfMemory, DtypeError, IndexDtypeError
+from flashwarp.launch.rows import RowFormat, host_indices, plain_slice
 
 __all__ = ["Index", "Operands", "Rows", "host_empty", "host_index", "is_foreign", "rows_of"]
 
@@ -118,7 +117,7 @@ def host_index(chosen: range) -> npt.NDArray[np.int64]:
 def rows_of(part: slice | range, length: int) -> range | npt.NDArray[np.int64]:
     """Return the rows of a slice or range: a range of neighbours, or indices, not yet checked."""
     if isinstance(part, slice):
-        part = rows_of_slice(part, length)
+        part = range(*plain_slice(part).indices(length))
     if part and not (0 <= part[0] < length and 0 <= part[-1] < length):
         return host_index(part)
     if part.step == 1 or len(part) < 2:

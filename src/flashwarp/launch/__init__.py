@@ -1,0 +1,1 @@
+"""What prepares launches on arrays: checked operands, parameters, plans, and their order."""
