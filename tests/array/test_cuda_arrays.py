@@ -582,7 +582,7 @@ def check_next_call_on_a_stream_raises_what_a_kernel_has_noted() -> None:
     with open_array() as x:
         fake().fake_hold(0)
         index, out = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
-        x._join_launch(None)
+        x._turns.join_launch(None)
         note(x._attachment.launcher.volume.indices, 64)
         with pytest.raises(BoundsError, match="index 64"):
             x.gather(index, out=out, stream=1)

@@ -470,7 +470,7 @@ def test_a_column_is_read_and_stored_in_bounded_memory(monkeypatch: pytest.Monke
     monkeypatch.setenv("FLASHWARP_KEY_BYTES", str(1 << 20))
     with fw.open(Memory(model), "r+", "i8", model.shape, device="cpu", cache="1 MiB") as x:
         moved: list[int] = []
-        with x._watched(lambda starts, nbytes: moved.append(len(starts) * nbytes)):
+        with x._turns.watched(lambda starts, nbytes: moved.append(len(starts) * nbytes)):
             x[:, 5] = np.arange(4096)
             x[np.arange(4096)[::-1], 6] = np.arange(4096)
             column = x[:, 5]
@@ -559,7 +559,7 @@ class Reads:
         self.count = 0
 
     def __enter__(self) -> Reads:
-        self.watch = self.x._watched(self.saw)
+        self.watch = self.x._turns.watched(self.saw)
         self.watch.__enter__()
         return self
 

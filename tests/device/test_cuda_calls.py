@@ -33,6 +33,7 @@ from flashwarp.errors import (
     DtypeError,
     ForkError,
 )
+from flashwarp.launch.rows import RowParams
 from support import fake_cuda
 from support.built_in import built_in_kernels, cubins
 from support.fake_cuda import (

@@ -128,6 +128,6 @@ def test_a_closed_array_raises(x: fw.Array) -> None:
 
 def test_watchers_see_what_is_gathered(x: fw.Array) -> None:
     seen: list[tuple[list[int], int]] = []
-    with x._watched(lambda starts, nbytes: seen.append((starts.tolist(), nbytes))):
+    with x._turns.watched(lambda starts, nbytes: seen.append((starts.tolist(), nbytes))):
         x.gather(np.array([3, 1]))
     assert seen == [([72, 24], 24)]

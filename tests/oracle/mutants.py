@@ -71,8 +71,8 @@ MUTANTS = [
     ),
     Mutant(
         "order of asynchronous calls on the CPU device",
-        "flashwarp.array.array",
-        "if not self.cache.turn._is_owned():",
+        "flashwarp.array.turns",
+        "if not self._attachment.cache.turn._is_owned():",
         "if False:",
         "cpu",
         "arrays,futures",
@@ -92,8 +92,8 @@ MUTANTS = [
     Mutant(
         "facts while a pipeline has the array",
         "flashwarp.array.array",
-        "return self._fact(functools.partial(explain",
-        "return self._act(functools.partial(explain",
+        "return self._turns.fact(functools.partial(explain",
+        "return self._turns.act(functools.partial(explain",
         "cpu",
         "pipelines",
         1,

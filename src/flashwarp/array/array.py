@@ -6,53 +6,27 @@ This is what a user holds. Its calls check their operands (`operands`) and launc
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-import os
-import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    NoReturn,
-    ParamSpec,
-    Protocol,
-    SupportsIndex,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 
-from flashwarp import config, endings
+from flashwarp import endings
 from flashwarp._names import renamed
-from flashwarp.array import handles
+from flashwarp.array import handles, keys, moving
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.futures import Future
-from flashwarp.array.selection import Selection, select
+from flashwarp.array.protocols import Protocols
+from flashwarp.array.reopening import Recipe, reopen
+from flashwarp.array.selection import select
 from flashwarp.array.stats import Stats
+from flashwarp.array.turns import Turns, loads, stores
 from flashwarp.cache.cache import Cache
 from flashwarp.config import flag
 from flashwarp.device import Device, stream_handle
-from flashwarp.errors import (
-    ArgumentError,
-    BoundsError,
-    CaptureError,
-    ClosedError,
-    CopyError,
-    DeviceError,
-    FlashwarpError,
-    ForkError,
-    ReadOnlyError,
-    RouteError,
-    StorageError,
-)
-from flashwarp.launch.launcher import Verb, Watcher
-from flashwarp.launch.operands import Index, Operands, Rows, host_empty, host_index, is_foreign
+from flashwarp.errors import ArgumentError, CopyError, DeviceError
+from flashwarp.launch.operands import in_memory, is_foreign
 from flashwarp.launch.rows import ArrayStruct, RowFormat
 from flashwarp.nvme import Service
 
@@ -61,71 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Array"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_opening = endings.Lock()
-"""One pickled or inherited array opens at a time."""
-
-_of_parent: list[Attachment] = []
-"""What arrays of a forked child were attached to: it stays, because its end is the parent's."""
-
-
-# Parameters that a call reads, and for which a caller may give another `Array`.
-_OPERANDS = {"idx", "idx_or_slice", "values", "value"}
-
-
-def _locked(
-    method: Callable[Concatenate[Array, P], R], *, stores: bool = False
-) -> Callable[Concatenate[Array, P], R]:
-    """Serialise operations on the array, so that an error belongs to the call that raises it."""
-    names = tuple(inspect.signature(method).parameters)[1:]
-    places = [place for place, name in enumerate(names) if name in _OPERANDS]
-
-    @functools.wraps(method)
-    def call(self: Array, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        self._come_behind(stores)
-        given = list(args)
-        for place in places:
-            # Before the turn: if two threads each read the other's array in their own turn, both
-            # would wait for ever.
-            if place < len(given):
-                if isinstance(given[place], Array):
-                    given[place] = np.asarray(given[place])
-            elif isinstance(kwargs.get(names[place]), Array):
-                kwargs[names[place]] = np.asarray(kwargs[names[place]])
-        return endings.holding(
-            (self.cache.turn,), functools.partial(_in_turn, self, method, given, kwargs)
-        )
-
-    return call
-
-
-_storing = functools.partial(_locked, stores=True)
-
-
-def _in_turn(
-    array: Array, method: Callable[..., R], args: Sequence[Any], kwargs: dict[str, Any]
-) -> R:
-    try:
-        array._begin()
-        return method(array, *args, **kwargs)
-    except DeviceError as error:
-        array._raise_reason(error)
-
-
-class Recipe(Protocol):
-    """How to open an array again. Pickling an array pickles its recipe."""
-
-    def open(self) -> Array:
-        """Open the array."""
-
-    def of(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Recipe:
-        """Return the recipe for exactly this array; raises CopyError if it cannot be pickled."""
-
 
 @renamed
-class Array(endings.Closing):
+class Array(Protocols):
     """An array in a storage, read and written through a cache in device memory.
 
     `flashwarp.open` and `create` make it. On the CPU device, indices and results are numpy arrays.
@@ -168,18 +80,21 @@ class Array(endings.Closing):
     """
 
     def __init__(
-        self, attachment: Attachment, *, why: str = "", recipe: Recipe | None = None
+        self,
+        attachment: Attachment,
+        *,
+        why: str = "",
+        recipe: Recipe | None = None,
+        strict: str | None = None,
     ) -> None:
         if not isinstance(attachment, Attachment):
             raise ArgumentError("arrays are made by flashwarp.open and flashwarp.create")
-        self.strict: str | None = None
+        self.strict = strict
         self._attachment = attachment
         self._format = attachment.launcher.format
         self._why = why
         self._recipe = recipe
-        # Who has the storage, in words and as an object: see `_hand_over`.
-        self._holder = ""
-        self._owner: object = None
+        self._turns = Turns(attachment, recipe, strict)
         self._handle = handles.new(self)
 
     # Properties.
@@ -231,49 +146,6 @@ class Array(endings.Closing):
         """Whether rows can be stored."""
         return self._attachment.writable
 
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("an array without axes has no length")
-        return self.shape[0]
-
-    def __repr__(self) -> str:
-        facts = f"shape={self.shape} dtype={self.dtype}"
-        if "_attachment" not in self.__dict__:
-            return f"<{'closed' if self.closed else 'unopened'} flashwarp.Array {facts}>"
-        state = "closed " if self.closed else ""
-        return f"<{state}flashwarp.Array {self._place} {facts} device={self.device.name!r}>"
-
-    def _repr_html_(self) -> str:
-        """Return a table for notebooks: what the array is, its route, and its counters.
-
-        Opens no array, and raises no failure of an earlier call. Reading the counters of an array
-        on a GPU waits for what the library's own stream has queued.
-        """
-        from flashwarp.array.explanation import html_table, live_facts
-
-        facts: dict[str, object] = {
-            "shape": self.shape,
-            "dtype": self.dtype,
-            "bytes": self.nbytes,
-        }
-        if "_attachment" not in self.__dict__:
-            state = "closed" if self.closed else "unopened"
-            return html_table(f"flashwarp.Array, {state}", facts)
-        facts["path"] = self._place
-        if self.closed or self._attachment.in_child:
-            state = "closed" if self.closed else "of another process"
-            return html_table(f"flashwarp.Array, {state}", facts)
-        try:
-            facts |= live_facts(self._attachment)
-        except FlashwarpError as error:  # a notebook shows the table all the same
-            facts["error"] = error
-        return html_table("flashwarp.Array", facts)
-
-    @property
-    def _place(self) -> str:
-        path = self._attachment.storage.path or "in memory"
-        return path if path.isprintable() else repr(path)
-
     # Reading.
 
     def gather(self, idx: object, out: object = None, stream: object = None) -> Any:
@@ -323,23 +195,10 @@ class Array(endings.Closing):
         try:
             rows = attachment.row_calls.gather(idx, out, stream, attachment.finish_launch)
         except DeviceError as error:
-            self._raise_reason(error)
+            self._turns.raise_reason(error)
         return self._gather(idx, out, stream) if rows is None else rows
 
-    def _raise_reason(self, error: DeviceError) -> NoReturn:
-        """Raise why a kernel was stopped, if `error` came from that; else `error`."""
-        reason = self._attachment.reason_of(error)
-        if reason is error:
-            raise error
-        raise reason from error
-
-    @_locked
-    def _gather(self, idx: object, out: object, stream: object) -> Any:
-        self._need_axis()
-        chosen = self._choose(idx, stream)
-        target = self._operands_of(stream).target(out, chosen, stream)
-        self._move("gather", chosen, target, stream)
-        return target.finish(stream)
+    _gather = loads(moving.gather)
 
     def __getitem__(self, key: object) -> Any:
         """Read what numpy selects from an array in memory, and return it as numpy does.
@@ -354,99 +213,12 @@ class Array(endings.Closing):
         BoundsError, IndexDtypeError, ArgumentError
             For what numpy refuses, single booleans and names of fields; nothing is read then.
         """
-        if isinstance(key, Array):
-            key = np.asarray(key)  # in its own turn, see `_locked`
+        key = in_memory(key)  # in its own turn, see `loads`
         if is_foreign(key):
             return self.gather(key)
         return self._select(select(key, self.shape))
 
-    @_locked
-    def _select(self, chosen: Selection) -> Any:
-        if chosen.whole:
-            return self._read_rows(chosen.rows)[chosen.whole_key]
-        result = host_empty(chosen.shape, self.dtype)
-        if result.size:
-            for block in chosen.blocks(self._rows_of_a_block()):
-                result[block.place] = self._read_rows(block.rows)[block.key]
-        return result[()] if chosen.scalar else result
-
-    def _read_rows(self, chosen: range | npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        if isinstance(chosen, range) and (chosen.step == 1 or len(chosen) < 2):
-            target = self._attachment.operands.target(None, chosen)
-            self._move("gather", chosen, target)
-            rows: npt.NDArray[Any] = target.finish(None)
-            return rows
-        index = host_index(chosen) if isinstance(chosen, range) else chosen
-        return np.asarray(self.gather(index))
-
-    def _rows_of_a_block(self) -> int:
-        return self._format.rows_in(config.current("key_bytes").key_bytes)
-
-    # Protocols of numpy and Python.
-
-    def __array__(
-        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
-    ) -> npt.NDArray[Any]:
-        """Copy the whole array to memory, by one read; `numpy.asarray` and the like call this.
-
-        Blocks. Raises ArgumentError if the array has more bytes than `config.asarray_bytes`: code
-        for arrays in memory is rarely meant for one that does not fit there. Also raises it for
-        ``copy=False``, because the data is not in memory.
-        """
-        if copy is False:
-            raise ArgumentError("the array is not in memory: numpy can have it only by a copy")
-        limit = config.current("asarray_bytes").asarray_bytes
-        if self.nbytes > limit:
-            raise ArgumentError(
-                f"an array of {self.nbytes} bytes is not copied to memory unasked: at most {limit} "
-                "(FLASHWARP_ASARRAY_BYTES); x[...] reads all of it, x[10:20] or gather() some rows"
-            )
-        held: npt.NDArray[Any] = self[...]
-        return held if dtype is None else held.astype(dtype, copy=False)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        """Export a copy in host memory, for `torch.as_tensor`; raises as `__array__` does."""
-        copy = options.pop("copy", None)
-        return self.__array__(copy=copy).__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """Return the kind of memory of the copy that `__dlpack__` exports: host memory."""
-        return 1, 0  # kDLCPU
-
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over copies of the rows, which are read in blocks of `config.key_bytes`."""
-        return self._each_row(range(len(self)))
-
-    def __reversed__(self) -> Iterator[Any]:
-        """Iterate from the last row to the first."""
-        return self._each_row(range(len(self) - 1, -1, -1))
-
-    def _each_row(self, numbers: range) -> Iterator[Any]:
-        step = self._rows_of_a_block()
-        for start in range(0, len(numbers), step):
-            part = numbers[start : start + step]
-            low, high = sorted((part[0], part[-1]))
-            for row in self[low : high + 1][:: numbers.step]:
-                # A view would keep its whole block.
-                yield row.copy() if isinstance(row, np.ndarray | np.void) else row
-
-    def __contains__(self, item: object) -> bool:
-        """Return whether an element or row equals `item`, as numpy does: one pass over the data."""
-        axes = np.ndim(item)  # type: ignore[arg-type]
-        if axes >= max(1, self.ndim):
-            raise ArgumentError(
-                f"an item with {axes} axes in an array with {self.ndim}: (x[...] == item).any() "
-                "compares all"
-            )
-        step = self._rows_of_a_block()
-        keys = [slice(i, i + step) for i in range(0, len(self), step)] if self.shape else [...]
-        return any(bool(np.any(self[key] == item)) for key in keys)
-
-    def __bool__(self) -> bool:
-        """Raise ArgumentError: numpy's truth value would need all elements."""
-        raise ArgumentError(
-            "an array has no truth value: compare with None, ask for len(x), or for x[...].any()"
-        )
+    _select = loads(keys.read)
 
     def gather_async(
         self,
@@ -501,8 +273,8 @@ class Array(endings.Closing):
         ...     x.gather_async(np.array([11, 3])).result()[:, 0].tolist()
         [1.5, 0.0]
         """
-        self._begin()
-        self._need_axis()
+        self._turns.begin()
+        self._format.need_axis()
         return self._attachment.calls.make("gather", idx, out, stream, flag("ordered", ordered))
 
     def prefetch(self, idx_or_slice: object, stream: object = None) -> None:
@@ -516,23 +288,14 @@ class Array(endings.Closing):
             if attachment.row_calls.prefetch(idx_or_slice, stream, attachment.finish_launch):
                 return
         except DeviceError as error:
-            self._raise_reason(error)
+            self._turns.raise_reason(error)
         self._prefetch(idx_or_slice, stream)
 
-    @_locked
-    def _prefetch(self, idx_or_slice: object, stream: object) -> None:
-        self._need_axis()
-        chosen = self._choose(idx_or_slice, stream)
-        if not len(chosen) or not self._format.row_bytes:
-            return
-        run = self._join("prefetch", chosen, None, stream)
-        self._attachment.launcher.prefetch(chosen, run)
-        self._lend(chosen, None, run, stream)
-        self._finish("prefetch", run, stream)
+    _prefetch = loads(moving.prefetch)
 
     # Writing.
 
-    @_storing
+    @stores
     def scatter(self, idx: object, values: object, stream: object = None) -> None:
         """Store rows: ``self[idx] = values``.
 
@@ -560,14 +323,7 @@ class Array(endings.Closing):
         BoundsError, IndexDtypeError, CaptureError
             As for `gather`.
         """
-        self._need_writable()
-        self._need_axis()
-        operands = self._operands_of(stream)
-        index = operands.index(idx)
-        source = operands.source(values, index)
-        self._move("scatter", index, source, stream)
-        if stream is None:  # else it is lent to the stream
-            source.release()
+        moving.scatter(self, idx, values, stream)
 
     def scatter_async(
         self,
@@ -603,9 +359,9 @@ class Array(endings.Closing):
         BoundsError, IndexDtypeError, ArgumentError, DtypeError, DeviceTimeout
             As for `gather_async`.
         """
-        self._need_writable()
-        self._begin()
-        self._need_axis()
+        self._attachment.need_writable()
+        self._turns.begin()
+        self._format.need_axis()
         return self._attachment.calls.make("scatter", idx, values, stream, flag("ordered", ordered))
 
     def __setitem__(self, key: object, value: object) -> None:
@@ -624,47 +380,13 @@ class Array(endings.Closing):
         BoundsError, IndexDtypeError, ArgumentError, ReadOnlyError
             For what numpy refuses, and as for `__getitem__`; nothing is stored then.
         """
-        if isinstance(key, Array):
-            key = np.asarray(key)  # in its own turn, see `_locked`
-        if isinstance(value, Array):
-            value = np.asarray(value)
+        key, value = in_memory(key), in_memory(value)  # in their own turns, see `loads`
         if is_foreign(key):
             self.scatter(key, value)
             return
         self._store(select(key, self.shape), value)
 
-    @_storing
-    def _store(self, chosen: Selection, value: object) -> None:
-        self._need_writable()
-        values = self._attachment.operands
-        if chosen.is_mask and (ndim := values.as_array(value).ndim) > 1:
-            raise ArgumentError(
-                f"values with {ndim} axes for a mask of the whole array: give one value, or one "
-                "axis of values"
-            )
-        if 0 in chosen.shape:
-            values.assign(np.empty(chosen.shape, self.dtype), ..., value)
-            return
-        blocks = list(chosen.blocks(self._rows_of_a_block()))
-        given = None if len(blocks) == 1 else values.broadcast(value, chosen.shape)
-        for block in blocks:
-            part = value if given is None else given[block.place]
-            shape = self._format.shape_of(block.rows)
-            if chosen.in_order and isinstance(part, np.ndarray) and values.as_stored(part, shape):
-                self._store_rows(block.rows, part)
-                continue
-            held = host_empty(shape, self.dtype) if chosen.whole else self._read_rows(block.rows)
-            values.assign(held, block.key, part)
-            self._store_rows(block.rows, held)
-
-    def _store_rows(self, chosen: range | npt.NDArray[np.int64], block: npt.NDArray[Any]) -> None:
-        """Store a dense block to rows, none of which repeats."""
-        if isinstance(chosen, range) and (chosen.step == 1 or len(chosen) < 2):
-            source = self._attachment.operands.placed(block)
-            self._move("scatter", chosen, source)
-            source.release()
-        else:
-            self.scatter(host_index(chosen) if isinstance(chosen, range) else chosen, block)
+    _store = stores(keys.store)
 
     def flush(self) -> None:
         """Write dirty lines back and make them durable: after it, a crash loses nothing stored.
@@ -675,7 +397,7 @@ class Array(endings.Closing):
         written since the last flush may be lost, and the storage does not say what. Then every
         later flush and `close` raise this error again: open the array anew and store again.
         """
-        self._after_calls(self._attachment.flush)
+        self._turns.act_after_calls(self._attachment.flush)
 
     # Introspection.
 
@@ -686,18 +408,7 @@ class Array(endings.Closing):
         As `explain` it neither raises what earlier calls have failed with, nor refuses while a
         pipeline has the array.
         """
-        return self._fact(self._attachment.stats)
-
-    @contextlib.contextmanager
-    def _watched(self, watcher: Watcher) -> Iterator[None]:
-        """Show a watcher what calls are about to move: byte offsets in the array, and bytes."""
-        self._check_usable()
-        watchers = self._attachment.launcher.watchers
-        watchers.append(watcher)
-        try:
-            yield
-        finally:
-            watchers.remove(watcher)
+        return self._turns.fact(self._attachment.stats)
 
     def explain(self) -> Explanation:
         """Return which route is used and why, and what the counters advise.
@@ -706,7 +417,7 @@ class Array(endings.Closing):
         """
         from flashwarp.array.explanation import explain
 
-        return self._fact(functools.partial(explain, self._attachment, self._why))
+        return self._turns.fact(functools.partial(explain, self._attachment, self._why))
 
     @property
     def kernel_handle(self) -> ArrayStruct:
@@ -714,7 +425,7 @@ class Array(endings.Closing):
 
         Valid until `close`. After launches that use it, call `wait`.
         """
-        self._check_usable()
+        self._turns.check_usable()
         return ArrayStruct.from_buffer_copy(self._attachment.launcher.handle)
 
     @property
@@ -727,7 +438,7 @@ class Array(endings.Closing):
         `close`. After a writer has opened the file, this is None, and memory at an earlier address
         may show the old file, in part or whole: ask again before each launch.
         """
-        self._check_usable()
+        self._turns.check_usable()
         return self.service.in_place or None
 
     def check(self) -> None:
@@ -743,7 +454,7 @@ class Array(endings.Closing):
         StorageError, BoundsError
             As `wait`.
         """
-        self._begin()
+        self._turns.begin()
         self._attachment.check()
 
     def wait(self, stream: object = None) -> None:
@@ -770,16 +481,16 @@ class Array(endings.Closing):
         DeviceTimeout
             If the stream did not become idle in time.
         """
-        self._check_usable()
+        self._turns.check_usable()
         run = None if stream is None else stream_handle(stream)
         try:
             # First, and outside of the turn: what is raised then is all that the stream has done.
             self._attachment.idle(run)
         except DeviceError as error:
-            self._raise_reason(error)
+            self._turns.raise_reason(error)
         self._finish_kernels(run)
 
-    @_locked
+    @loads
     def _finish_kernels(self, run: int | None) -> None:
         if run is None:
             self._attachment.idle_streams()
@@ -826,7 +537,7 @@ class Array(endings.Closing):
             the last flush is lost.
         """
         drop_dirty = flag("drop_dirty", drop_dirty)
-        self._after_calls(lambda: self._attachment.drop_lines(drop_dirty))
+        self._turns.act_after_calls(lambda: self._attachment.drop_lines(drop_dirty))
 
     def refresh(self) -> None:
         """Remove what was read before from the cache, so that later reads see the present file.
@@ -840,7 +551,7 @@ class Array(endings.Closing):
             If the file was cut short (ENODATA), or replaced or removed (ESTALE). The array goes on
             with the file that it has open. Open the path again to see the new one.
         """
-        self._after_calls(self._attachment.refresh)
+        self._turns.act_after_calls(self._attachment.refresh)
 
     def __del__(self) -> None:
         attachment: Attachment | None = self.__dict__.get("_attachment")
@@ -865,269 +576,13 @@ class Array(endings.Closing):
         # Until an unpickled array is opened, it has only what `_unopened` gives it.
         if name.startswith("__") or "_attachment" in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        endings.uninterrupted(self._open)
+        endings.uninterrupted(functools.partial(reopen, self))
         return getattr(self, name)
 
-    def _leave_to_parent(self) -> None:
-        """Open anew on first use, in a forked child."""
-        attachment: Attachment | None = self.__dict__.get("_attachment")
-        if attachment is None or attachment.closed or self._not_in_child(attachment):
-            return
-        assert self._recipe is not None
-        _of_parent.append(attachment)
-        del self._attachment
-        self._recipe = _Inherited(self._recipe.of(self.shape, self.dtype))
+    # For pipelines.
 
-    def _not_in_child(self, attachment: Attachment) -> str:
-        """Return why a forked child cannot open the array by itself, and what to do; or nothing."""
-        if attachment.writable:
-            return (
-                "for storing, and two processes must not store to one file: flush it, and open it "
-                "there with mode='r'"
-            )
-        if attachment.device.kind != "cpu":
-            return (
-                "on a GPU, which a forked child cannot use: start children with 'spawn', or open "
-                "it with device='cpu' for them"
-            )
-        if self._recipe is None:
-            return "from a storage, which belongs to that process: open it there from a path"
-        return ""
-
-    def _open(self) -> None:
-        with _opening:
-            if "_attachment" in self.__dict__:
-                return
-            recipe: Recipe | None = self.__dict__.get("_recipe")
-            if recipe is None:
-                raise ClosedError("the array is closed")
-            opened = recipe.open()
-            self.__dict__.update(opened.__dict__)
-            opened.__dict__.clear()
-            handles.point_to(self._handle, self)
-
-    # Turns and checks.
-
-    @_locked
-    def _act(self, act: Callable[[], R]) -> R:
-        self.device.refuse_capture("this call", "make it before or after the capture")
-        return act()
-
-    def _fact(self, read: Callable[[], R]) -> R:
-        """Read a fact in the array's turn, whoever has the array and whatever has failed."""
-        self._check_usable()
-        try:
-            return endings.holding((self.cache.turn,), read)
-        except DeviceError as error:
-            self._raise_reason(error)
-
-    def _after_calls(self, act: Callable[[], None]) -> None:
-        """Wait for asynchronous calls made before, then act in the array's turn."""
-        self._begin()
-        self.device.refuse_capture("this call", "make it before or after the capture")
-        self._attachment.calls.wait()
-        self._act(act)
-
-    def _come_behind(self, stores: bool) -> None:
-        """Let a load or store come behind the asynchronous calls before it; see `Calls`.
-
-        Checks first that the array can be used: before its turn, which another thread may have held
-        when this process was forked. Who is in the turn already has come behind them.
-        """
-        self._check_usable()
-        if not self.cache.turn._is_owned():
-            self._attachment.calls.come_behind(stores)
-
-    def _check_usable(self) -> None:
-        if self._attachment.closed:
-            raise ClosedError(f"the array {self._place} is closed")
-        if self._attachment.in_child:
-            raise ForkError(
-                f"the array was opened by process {self._attachment.opened_by} "
-                f"{self._not_in_child(self._attachment)}"
-            )
-
-    def _begin(self) -> None:
-        """Check that a call can be made, and raise the failures of earlier calls."""
-        attachment = self._attachment
-        if attachment.closed or attachment.in_child:
-            self._check_usable()
-        attachment.calls.raise_lost()
-        attachment.raise_noted()
-        if attachment.launcher.service.changes != attachment.row_calls.changes:
-            self._drop_old_lines()
-
-    def _drop_old_lines(self) -> None:
-        """Remove lines that were read before a writer opened the file, or before it closed it.
-
-        Raises
-        ------
-        StorageError
-            If rows may have been read in place while they were written.
-        RouteError
-            If only the in-place route is allowed.
-        ArgumentError
-            If the array was handed over.
-        """
-        self._refuse_others(None)
-        stale = endings.holding([self.cache.turn], self._leave_old_lines)
-        if stale is not None:
-            raise stale
-
-    def _hand_over(self, owner: object, holder: str, before: object = None) -> None:
-        """Give the storage to one who moves rows past the cache; other calls are refused.
-
-        If the owner `before` has it, it leaves it to this one. All calls compare the changes with
-        the service's, so they cost nothing more.
-        """
-        if before is None or self._owner is not before:
-            self._after_calls(lambda: self._attachment.drop_lines(drop_dirty=False))
-        self._owner, self._holder = owner, holder
-        self._attachment.row_calls.changes = -1
-
-    def _refuse_others(self, owner: object) -> None:
-        """Raise ArgumentError if the array was handed over to another owner."""
-        if self._owner is not owner and self._holder:
-            raise ArgumentError(
-                f"the array {self._place} belongs to {self._holder} now: use that, or close it "
-                "first"
-            )
-
-    def _take_back(self, owner: object) -> None:
-        """End the `_hand_over` to an owner, and begin the next call without old lines."""
-        if self._owner is owner:
-            self._owner, self._holder = None, ""
-
-    def _leave_old_lines(self) -> StorageError | None:
-        service = self.service
-        changes = service.changes
-        if changes == self._attachment.row_calls.changes:
-            return None
-        if self.strict == "in_place" and service.route != self.strict:
-            raise RouteError(
-                f"strict='in_place', but a writer has opened {self._place}, so it cannot be read "
-                "in place any more: close the array, and open it again when the writer has closed "
-                "the file"
-            )
-        self._attachment.drop_lines(drop_dirty=False)
-        self._attachment.row_calls.changes = changes
-        return service.take_stale()
-
-    def _need_writable(self) -> None:
-        if not self.writable:
-            raise ReadOnlyError('the array is read-only: open it with mode="r+"')
-
-    def _need_axis(self) -> None:
-        if not self.shape:
-            raise BoundsError("an array without axes has no rows: use x[...]")
-
-    # Launches.
-
-    def _move(
-        self,
-        verb: Verb,
-        chosen: range | Index,
-        rows: Rows,
-        stream: object = None,
-        sms: int | None = None,
-    ) -> None:
-        """Copy chosen rows; those of a range lie back to back."""
-        if not len(chosen) or not self._format.row_bytes:
-            return
-        run = self._join(verb, chosen, rows, stream)
-        launcher = self._attachment.launcher
-        launcher.move(verb, chosen, rows.address, run, sms=sms)
-        self._lend(chosen, rows, run, stream)
-        self._finish(verb, run, stream)
-        if stream is None and launcher.copies is not None and launcher.copies.spoilt():
-            # Warps, which read it now, know what a writer may change.
-            launcher.move(verb, chosen, rows.address, run)
-            self._finish(verb, run, stream)
-
-    def _choose(self, idx_or_slice: object, stream: object) -> range | Index:
-        """Check which rows a call is about, and place their numbers where kernels read them."""
-        return self._operands_of(stream).choose(idx_or_slice)
-
-    _place_ids = _locked(_choose)
-
-    @_locked
-    def _queue(
-        self, verb: Verb, chosen: range | Index, rows: Rows, stream: object, sms: int
-    ) -> None:
-        """Queue the copying of chosen rows on a stream, by at most so many multiprocessors."""
-        self._move(verb, chosen, rows, stream, sms)
-
-    def _operands_of(self, stream: object) -> Operands:
-        """Return what copies the host operands of a call, perhaps on a stream of the caller's."""
-        attachment = self._attachment
-        own = stream is None or self.device.kind == "cpu"
-        return attachment.operands if own else attachment.calls.operands
-
-    def _lend(
-        self, chosen: range | Index, rows: Rows | None, run: int | None, stream: object
-    ) -> None:
-        """Keep the copies of host operands until a stream of the caller's has passed the call."""
-        index = chosen.held if isinstance(chosen, Index) else None
-        copies = [each for each in (index, None if rows is None else rows.held) if each is not None]
-        if copies and stream is not None and run is not None:
-            self._attachment.calls.lend(copies, run)
-
-    def _join(
-        self, what: str, chosen: range | Index, rows: Rows | None, stream: object
-    ) -> int | None:
-        """Return the stream that a launch runs on; what its operands need comes before it there."""
-        device = self.device
-        if device.kind == "cpu":
-            return None
-        if stream is not None:
-            handle = stream_handle(stream)
-            held = (isinstance(chosen, Index) and chosen.held) or (rows and rows.held)
-            if held and device.capture(handle) is not None:
-                raise CaptureError(
-                    f"{what} with operands on the host cannot become part of a CUDA graph, because "
-                    "it copies them now: put them on the GPU"
-                )
-            self._attachment.join(handle)
-            # Uploads, and calls that are queued on the library's own stream, come first.
-            device.order(None, handle)
-            return handle
-        instead = "give it stream=, and operands on the GPU"
-        if isinstance(chosen, Index) and chosen.library != "numpy":
-            handle = device.current_stream(chosen.library).handle
-            if device.capture(handle) is not None:
-                raise CaptureError(
-                    f"{what} waits for its end, which a stream in a capture cannot: {instead}"
-                )
-            if rows is not None and rows.library not in ("numpy", chosen.library):
-                device.refuse_capture(what, instead)
-                device.order(device.current_stream(rows.library).handle, handle)
-            device.order(None, handle)
-            self._attachment.note_blocking(handle)
-            return handle
-        device.refuse_capture(what, instead)
-        if rows is not None and rows.library != "numpy":
-            # The work that computes the values comes first.
-            device.order(device.current_stream(rows.library).handle, None)
-        return None
-
-    def _finish(self, what: str, run: int | None, stream: object) -> None:
-        """Wait for a launch on `run`, unless the caller has chosen the stream."""
-        if stream is None:
-            self._attachment.finish(what, run)
-
-    def _join_launch(self, stream: object) -> tuple[object, ...]:
-        """Prepare for a launch of a caller's kernel, in the cache's turn; return what it uses."""
-        attachment = self._attachment
-        if attachment.closed or attachment.in_child:
-            self._check_usable()
-        launcher = attachment.launcher
-        if launcher.service.changes != attachment.row_calls.changes:
-            self._drop_old_lines()
-        if stream is None:
-            attachment.note_launch()
-        else:
-            attachment.join(stream_handle(stream), refreshes=True)
-        return launcher.wake()
+    _place_ids = loads(moving.place_ids)
+    _queue = loads(moving.queue)
 
 
 def _unopened(recipe: Recipe, format: RowFormat) -> Array:  # noqa: A002
@@ -1135,32 +590,3 @@ def _unopened(recipe: Recipe, format: RowFormat) -> Array:  # noqa: A002
     array = Array.__new__(Array)
     array.__dict__.update(_recipe=recipe, _format=format)
     return array
-
-
-@dataclass(frozen=True)
-class _Inherited:
-    """How a forked child opens an array of its parent: as if it had come by a pickle."""
-
-    recipe: Recipe
-
-    def open(self) -> Array:
-        try:
-            own: Recipe = pickle.loads(pickle.dumps(self.recipe))
-        except Exception as error:
-            raise ForkError(
-                f"this forked child cannot open the array by itself: {error}; open it there"
-            ) from error
-        return own.open()
-
-    def of(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Recipe:
-        return self.recipe.of(shape, dtype)
-
-
-def _after_fork() -> None:
-    global _opening
-    _opening = endings.Lock()  # another thread of the parent may have held it
-    for array in handles.arrays():
-        array._leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -23,7 +23,14 @@ from flashwarp.array.failures import Failures
 from flashwarp.array.stats import Stats
 from flashwarp.cache.cache import Cache
 from flashwarp.device import CudaDevice, Launch
-from flashwarp.errors import CaptureError, DeviceError, DeviceTimeout, FlashwarpError, StorageError
+from flashwarp.errors import (
+    CaptureError,
+    DeviceError,
+    DeviceTimeout,
+    FlashwarpError,
+    ReadOnlyError,
+    StorageError,
+)
 from flashwarp.launch.copying import RangeCopies
 from flashwarp.launch.launcher import Launcher
 from flashwarp.launch.operands import Operands
@@ -146,9 +153,25 @@ class Attachment(endings.NotCopied):
         return self.launcher.volume.cache
 
     @property
+    def place(self) -> str:
+        """The path of its storage, for messages."""
+        path = self.storage.path or "in memory"
+        return path if path.isprintable() else repr(path)
+
+    @property
     def in_child(self) -> bool:
         """Whether this is a forked child, which has neither its threads nor its memory."""
         return os.getpid() != self.opened_by
+
+    def operands_for(self, stream: object) -> Operands:
+        """Return what copies the host operands of a call, perhaps on a stream of the caller's."""
+        own = stream is None or self.device.kind == "cpu"
+        return self.operands if own else self.calls.operands
+
+    def need_writable(self) -> None:
+        """Raise ReadOnlyError if rows cannot be stored."""
+        if not self.writable:
+            raise ReadOnlyError('the array is read-only: open it with mode="r+"')
 
     def own_cache(self) -> None:
         """Close the cache with the array from now on: nothing else uses it."""

@@ -428,14 +428,14 @@ class _Plan:
                 controller=controller,
                 release_storage=opened.close,
             )
-            array = Array(attachment, why="; ".join(filter(None, (why, grouped))), recipe=recipe)
+            told = "; ".join(filter(None, (why, grouped)))
+            array = Array(attachment, why=told, recipe=recipe, strict=self.strict)
             undo.pop_all()
         if self.strict not in (None, array.service.route):
             told = f"strict={self.strict!r}, but the data would go {array.service.route}"
             reason = str(array.explain())
             array.close()
             raise RouteError(f"{told}:\n{reason}")
-        array.strict = self.strict
         return array
 
     def make_way(self, path: str) -> None:

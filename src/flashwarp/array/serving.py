@@ -76,7 +76,7 @@ class _Export:
 
     def act(self, act: Callable[[], None]) -> None:
         """Act in the turn of the array's cache; raises what the array's kernels have noted."""
-        self.array._act(act)
+        self.array._turns.act(act)
 
     def move(self, verb: str, row_bytes: int, chosen: range | Index, buffer: int) -> None:
         """Launch, in the array's turn, the moving of rows of so many bytes, and wait."""

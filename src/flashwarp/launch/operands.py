@@ -27,7 +27,16 @@ from flashwarp.device.scratch import Scratch
 from flashwarp.errors import ArgumentError, DeviceOutOfMemory, DtypeError, IndexDtypeError
 from flashwarp.launch.rows import RowFormat, host_indices, plain_slice
 
-__all__ = ["Index", "Operands", "Rows", "host_empty", "host_index", "is_foreign", "rows_of"]
+__all__ = [
+    "Index",
+    "Operands",
+    "Rows",
+    "host_empty",
+    "host_index",
+    "in_memory",
+    "is_foreign",
+    "rows_of",
+]
 
 # Libraries that can allocate a result on a GPU; callers of others get a `DeviceArray`.
 _ALLOCATING = ("torch", "cupy")
@@ -95,6 +104,16 @@ def is_foreign(key: object) -> bool:
     )
 
 
+def _is_stored(value: object) -> bool:
+    """Return whether this is a `flashwarp.Array`: its elements are in a storage."""
+    return hasattr(type(value), "kernel_handle")
+
+
+def in_memory(operand: object) -> object:
+    """Return an operand, or a copy of a `flashwarp.Array` in host memory."""
+    return np.asarray(operand) if _is_stored(operand) else operand
+
+
 def host_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Allocate a numpy array; raises DeviceOutOfMemory, which names the size."""
     try:
@@ -127,7 +146,7 @@ def rows_of(part: slice | range, length: int) -> range | npt.NDArray[np.int64]:
 
 def _is_array(out: object) -> bool:
     """Return whether this has memory to write to. A view of anything else would be a copy."""
-    if hasattr(type(out), "kernel_handle"):  # a `flashwarp.Array`: its elements are in a storage
+    if _is_stored(out):
         return False
     return isinstance(out, np.ndarray) or is_foreign(out) or hasattr(out, "__flashwarp_view__")
 

@@ -67,6 +67,11 @@ class RowFormat:
         """Number of rows."""
         return self.shape[0] if self.shape else 1
 
+    def need_axis(self) -> None:
+        """Raise BoundsError if there are no rows to choose from."""
+        if not self.shape:
+            raise BoundsError("an array without axes has no rows: use x[...]")
+
     def rows_in(self, nbytes: int) -> int:
         """Count the rows that fit into so many bytes: at least one."""
         return max(1, nbytes // max(1, self.row_bytes))

@@ -92,7 +92,7 @@ class ArrayEngine:
         interrupt `close` gives back what was taken.
         """
         if self.array.writable:
-            self.array._hand_over(self, holder, before)
+            self.array._turns.hand_over(self, holder, before)
         endings.uninterrupted(self._start)
         assert self.engine is not None
         return self.engine
@@ -102,13 +102,13 @@ class ArrayEngine:
 
     def check(self) -> None:
         """Raise ArgumentError if another one has the array now."""
-        self.array._refuse_others(self)
+        self.array._turns.refuse_others(self)
 
     def close(self) -> None:
         """End the engine, and give the array back. May be called twice."""
         if self.engine is not None:
             self.engine.close()
-        self.array._take_back(self)
+        self.array._turns.take_back(self)
 
 
 def _slots(depth: int, batch_rows: int) -> int:

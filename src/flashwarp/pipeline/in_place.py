@@ -88,7 +88,7 @@ class InPlace(GpuRoute):
 
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
         if self._copies is None or not _by_copies(chosen):
-            operands = self.array._operands_of(self._side.stream)
+            operands = self.array._attachment.operands_for(self._side.stream)
             self._pull("scatter", chosen, operands.source(rows, chosen), stream, ticket)
             return
         source = self.array._attachment.operands.source(rows, chosen)

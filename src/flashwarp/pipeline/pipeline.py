@@ -130,7 +130,7 @@ class Pipeline(endings.OfProcess):
             raise ArgumentError(f"a pipeline reads a flashwarp.Array, not {type(array).__name__}")
         if not array.shape:
             raise ArgumentError("a pipeline moves rows, and an array without axes has none")
-        array._check_usable()
+        array._turns.check_usable()
         super().__init__()
         self.array = array
         self.batch_rows = integer("batch_rows", batch_rows, 1, _ROWS_MAX)
@@ -193,7 +193,7 @@ class Pipeline(endings.OfProcess):
                 f"{len(self._reads)} batches are prefetched and not taken, as many as "
                 f"depth={self.depth} allows: take one first, or make the pipeline deeper"
             )
-        self.array._check_usable()
+        self.array._turns.check_usable()
         self._route.check()
         chosen, library = self._route.place(ids)
         count = self._count(chosen)
@@ -360,7 +360,7 @@ class Pipeline(endings.OfProcess):
             raise ReadOnlyError(
                 'the array of this pipeline was opened for reading: open it with mode="r+"'
             )
-        self.array._check_usable()
+        self.array._turns.check_usable()
         self._route.check()
         refuse_repeats(self.array, ids)
         chosen, library = self._route.place(ids)
@@ -453,7 +453,7 @@ class Pipeline(endings.OfProcess):
     def check(self) -> None:
         """Raise what batches are known to have failed with, those of kernels too. Never waits."""
         self._check_usable()
-        if self._route.own is not None or not self.array._holder:
+        if self._route.own is not None or not self.array._turns.holder:
             self._route.check()
         if self._kernels is not None and self._kernels.calls is not None:
             self._kernels.calls.check()

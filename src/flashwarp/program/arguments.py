@@ -185,7 +185,7 @@ class _ArrayParam(Param):
             raise ArgumentError(
                 f"{self.place} takes {self.rank} axes, the array has shape {argument.shape}"
             )
-        argument._check_usable()
+        argument._turns.check_usable()
         handle = argument._attachment.launcher.handle
         if not self.constant and not argument.writable:
             raise ReadOnlyError(

@@ -294,7 +294,7 @@ class Kernel(endings.NotCopied):
         prepared = self._prepare(warps, block_threads)
         accesses = accesses_of(self._params, arguments)
         for array, stores in accesses:
-            array._come_behind(stores)
+            array._turns.come_behind(stores)
         caches = {array.cache for array, _ in accesses}
         self._check_policies(caches)
         # All launches take turns in one order, so that two never wait for each other.
@@ -326,7 +326,7 @@ class Kernel(endings.NotCopied):
         uses: list[object] = []
         try:
             for array, _ in accesses:
-                uses += array._join_launch(stream)
+                uses += array._turns.join_launch(stream)
             launchers = [(array._attachment.launcher, stores) for array, stores in accesses]
             run = functools.partial(launch.run, prepared, packed, uses)
             in_order(launchers, launch.handle, run)

@@ -373,13 +373,13 @@ class Lookup:
     def _gather(self, ids: Ids, out: int, stream: int | None) -> None:
         """Copy whole rows as they are stored, as a gather of the array does."""
         if ids.count:
-            self._arrays[0]._come_behind(False)
+            self._arrays[0]._turns.come_behind(False)
             act = functools.partial(self._gather_in_turn, ids, out, stream)
             endings.holding(self._turns, act)
 
     def _gather_in_turn(self, ids: Ids, out: int, stream: int | None) -> None:
         array = self._arrays[0]
-        array._begin()
+        array._turns.begin()
         attachment = array._attachment
         launcher = attachment.launcher
         if stream is not None and not launcher.watchers:
@@ -462,7 +462,7 @@ class Lookup:
     ) -> bytes:
         """Return the bytes of `LookupParams`; raises if an array cannot be used."""
         for array in self._arrays:
-            array._come_behind(False)
+            array._turns.come_behind(False)
         ahead = self._ids_ahead() if self._on_cpu else 0
         factors = (0, Number.FLOAT32) if weights is None else (weights.address, weights.number)
         return self._members + _CALL.pack(
@@ -498,7 +498,7 @@ class Lookup:
             raise ClosedError("the lookup is closed")
         try:
             for array in self._arrays:
-                array._begin()
+                array._turns.begin()
                 launcher = array._attachment.launcher
                 launcher.moved.add(ids.count)
                 uses += launcher.wake()

@@ -146,7 +146,7 @@ class RowUpdate:
     def __init__(self, array: Array, dim: int, rule: Rule, padding: int | None = None) -> None:
         if not isinstance(array, Array):
             raise ArgumentError(f"a table is a flashwarp.Array, not {type(array).__name__}")
-        array._check_usable()
+        array._turns.check_usable()
         if not array.writable:
             raise ReadOnlyError('the table is read-only: open it with mode="r+" to train it')
         if array.dtype != np.dtype(np.float32):
@@ -193,14 +193,14 @@ class RowUpdate:
         BoundsError
             In the same way, if an id is negative or too large. All other rows are updated.
         """
-        self.array._come_behind(True)
+        self.array._turns.come_behind(True)
         turn = functools.partial(self._launch_in_turn, step, rates, stream)
         endings.holding((self.array.cache.turn,), turn)
 
     def _launch_in_turn(self, step: Gradients, rates: Rates, stream: int | None) -> None:
         array, launcher = self.array, self._launcher
-        array._begin()
-        array._join_launch(stream)
+        array._turns.begin()
+        array._turns.join_launch(stream)
         if stream is not None:
             array.device.order(None, stream)  # our own uploads come first
         sums = SumParams(step.ids, step.order, step.values, step.sums, step.count, self.dim)

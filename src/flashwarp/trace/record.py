@@ -120,5 +120,5 @@ def record(array: Array) -> Iterator[Recorder]:
     [5, 7, 5]
     """
     recorder = Recorder(array)
-    with array._watched(recorder.see):
+    with array._turns.watched(recorder.see):
         yield recorder

@@ -57,7 +57,7 @@ def _join(value: Array, stream: Any) -> None:
         value.device.refuse_capture("a launch on numba's default stream", instead)
     # Work that the library has queued on its own stream comes first.
     value.device.order(None, handle)
-    value._join_launch(handle)
+    value._turns.join_launch(handle)
 
 
 def _check_place(array: Array | DeviceCalls) -> None:

@@ -126,7 +126,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
                 raise ArgumentError(
                     f"{', '.join(opening)}: the array is open, and these are for a path"
                 )
-            table._check_usable()
+            table._turns.check_usable()
             return table
         if not isinstance(table, str | os.PathLike):
             raise ArgumentError(

@@ -121,7 +121,7 @@ def capture_of_step(table: Trained, rate: float | torch.Tensor) -> int | None:
 
 def check_pending(table: Trained) -> None:
     """Raise unless all that is pending are ids and gradients of their rows."""
-    table.update.array._check_usable()
+    table.update.array._turns.check_usable()
     device, dim = table.update.array.device, table.update.dim
     for each in table.module.pending:
         pair = each if isinstance(each, tuple | list) else ()
