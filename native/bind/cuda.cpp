@@ -134,7 +134,7 @@ std::tuple<Result, bool> copy_and_append(const Context& context, Handles others,
 Left look_at(const Context& context, const nb::object& call, bool& over) {
   over = false;
   if (!nb::cast<bool>(call.attr("quick"))) return Left::kSlow;
-  const nb::tuple watched(call.attr("lane").attr("watched"));
+  const nb::tuple watched(call.attr("seat").attr("watched"));
   const Result result = context.event_done(handle(nb::cast<uintptr_t>(watched[0])));
   if (result == kNotReady) return Left::kNothing;
   if (result != kSuccess) return Left::kFailed;
@@ -175,7 +175,7 @@ Left fw::native::end_calls(const Context& context, nb::handle queues) {
       if (!hurried) {
         future.attr("_result") = call.attr("result");
         future.attr("_state") = "FINISHED";
-        call.attr("lane") = nb::none();
+        call.attr("seat") = nb::none();
         calls.attr("popleft")();
       }
       lock.attr("release")();

@@ -26,7 +26,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 import flashwarp as fw
 from flashwarp import endings
-from flashwarp.array import calls
+from flashwarp.array import in_flight
 from flashwarp.device import DeviceArray
 from flashwarp.errors import (
     ArgumentError,
@@ -122,7 +122,7 @@ def check_rows_for_the_host_are_copied_when_they_have_come() -> None:
 def check_temporary_memory_is_lent_again() -> None:
     with open_array() as x:
         fake().fake_hold(0)
-        for _ in range(9):  # once a lane
+        for _ in range(9):  # once a seat
             x.gather_async([1, 2, 3]).result()
         before = fake().fake_count(b"cuMemAlloc"), fake().fake_count(b"cuMemFree")
 
@@ -168,11 +168,11 @@ def check_values_on_the_gpu_are_waited_for() -> None:
         assert write.result() is None
 
 
-def check_strays_are_of_the_call_in_whose_lane_they_are_noted() -> None:
+def check_strays_are_of_the_call_in_whose_seat_they_are_noted() -> None:
     with open_array() as x:
         index = x.device.empty_array((2,), "i8")
         read = x.gather_async(index, stream=1)
-        note(calls_of(x)[0].lane.volume.indices, 70, status=1)
+        note(calls_of(x)[0].seat.volume.indices, 70, status=1)
         fake().fake_hold(0)
 
         with pytest.raises(BoundsError, match=r"index 70 .* length 64.*first of 1.*gather_async"):
@@ -270,7 +270,7 @@ def check_async_read_of_tensors_is_launched_by_one_call() -> None:
         strays = x.gather_async(index, out)
         made = [fake().fake_count(call.encode()) for call in counted]
         assert not strays.done()
-        note(calls_of(x)[0].lane.volume.indices, 70, status=1)
+        note(calls_of(x)[0].seat.volume.indices, 70, status=1)
         fake().fake_hold(0)
         with pytest.raises(BoundsError, match=r"index 70 .*gather_async"):
             strays.result()
@@ -337,7 +337,7 @@ def check_next_call_raises_the_failure_of_a_dropped_future() -> None:
             fake().fake_hold(LANE)
             x.gather_async(index, out)
             (call,) = calls_of(x)
-            note(call.lane.volume.indices, 70, status=1)
+            note(call.seat.volume.indices, 70, status=1)
             del call
             x.check()  # the call is not over
             fake().fake_hold(0)
@@ -377,7 +377,7 @@ def check_calls_end_with_the_interpreter() -> None:
         torch_on(1)
         index, out = tensor(x, 2), tensor(x, 2)
         failed, read = x.gather_async(index, out), x.gather_async([1, 2])
-        note(calls_of(x)[0].lane.volume.indices, 70, status=1)
+        note(calls_of(x)[0].seat.volume.indices, 70, status=1)
         assert not worker_lives()
         patch.setattr(threading.Thread, "start", lambda _: pytest.fail("started"))
         patch.setattr(endings, "_ended", True)
@@ -389,7 +389,7 @@ def check_calls_end_with_the_interpreter() -> None:
 
 def check_future_is_ended_for_whoever_waits_for_it() -> None:
     """Nobody looks at calls for whose end nobody waits, but waits of any kind are seen at once."""
-    calls._REST_S = 60.0
+    in_flight._REST_S = 60.0
     with open_array() as x:
         fake().fake_hold(0)
         called = threading.Event()
@@ -424,7 +424,7 @@ def check_call_whose_end_cannot_be_marked_is_not_lost() -> None:
         with failing("cuEventRecord", OUT_OF_MEMORY):
             read = x.gather_async(index, out, stream=lane)
         (call,) = calls_of(x)
-        note(call.lane.volume.indices, 70, status=1)
+        note(call.seat.volume.indices, 70, status=1)
         with pytest.raises(TimeoutError):
             read.result(0.05)
         assert read.before(1) is out
@@ -637,12 +637,12 @@ def check_scatters_on_streams_of_threads_use_words_of_their_own() -> None:
             assert len({word(2), word(2), pool.submit(word, 2).result(), word(1)}) == 3
 
 
-def check_call_that_was_launched_in_part_keeps_its_lane() -> None:
+def check_call_that_was_launched_in_part_keeps_its_seat() -> None:
     with open_array() as x:
         fake().fake_hold(0)
         index, values = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
         x.scatter_async(index, values).result()
-        made, lanes = x._attachment.calls, []
+        made = x._attachment.calls
 
         def break_off(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
@@ -651,11 +651,11 @@ def check_call_that_was_launched_in_part_keeps_its_lane() -> None:
             patch.setattr(x.device.context, "launch_and_append", break_off)
             with pytest.raises(KeyboardInterrupt):
                 x.scatter_async(index, values)
-        lanes = [lane for queue in made._queues for lane in queue.lanes]
-        ((lane, _),) = made._spoiled
-        note(lane.volume.indices, 70, status=1)
+        seats = [seat for queue in made._queues for seat in queue.seats]
+        ((spoiled, _),) = made._spoiled
+        note(spoiled.volume.indices, 70, status=1)
 
-        assert lane not in lanes
+        assert spoiled not in seats
         for _ in range(9):
             assert x.scatter_async(index, values).exception() is None
 
@@ -771,7 +771,7 @@ def check_driver_calls_are_relaxed_during_a_capture() -> None:
 def check_failure_is_of_the_call_in_whose_lane_it_is_noted() -> None:
     with open_array() as x:
         read, other = x.gather_async([1]), x.gather_async([2])
-        note(calls_of(x)[0].lane.volume.commands, 0, status=0x281, opcode=2)
+        note(calls_of(x)[0].seat.volume.commands, 0, status=0x281, opcode=2)
 
         fake().fake_hold(0)
 
@@ -824,7 +824,7 @@ def check_close_and_limit_wait_for_calls() -> None:
 
 
 def check_close_beside_a_stuck_kernel_fails_its_calls() -> None:
-    calls.time_limit_s = lambda: 0.05
+    in_flight.time_limit_s = lambda: 0.05
     with open_array() as x:
         read = x.gather_async([1])
         with pytest.raises(DeviceTimeout, match="asynchronous calls"):

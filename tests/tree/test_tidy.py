@@ -298,7 +298,7 @@ MAY_BE_LOST = {
     ("endings.py", "threading.Lock()"): "of one wait, and taken and given in one native step",
     ("endings.py", "waiter.acquire()"): "nobody else has it yet",
     ("endings.py", "thread.start()"): "called where no handler runs",
-    ("calls.py", "start()"): "not a thread: called where no handler runs",
+    ("in_flight.py", "start()"): "not a thread: called where no handler runs",
     ("_waiting.py", "threading.Timer"): "nobody waits for its thread, a daemon",
     ("lease.py", "_keeper.start()"): "not a thread: it starts one, as it should",
 }
