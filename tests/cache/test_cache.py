@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.cache.cache import LineCacheStruct
+from flashwarp.cache.structs import LineCacheStruct
 from flashwarp.errors import ArgumentError, CacheError, ClosedError, DeviceError, ReadOnlyError
 from flashwarp.storage import Memory
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashwarp as fw
-from flashwarp.cache.cache import TierShape
+from flashwarp.cache.sizes import TierShape
 from flashwarp.errors import ArgumentError, CacheError, ControllerTimeout, StorageError
 from flashwarp.storage import File, Memory, Replicated, Storage
 from flashwarp.testing import Faulty

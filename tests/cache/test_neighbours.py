@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.cache.cache import VolumeStruct
+from flashwarp.cache.structs import VolumeStruct
 from flashwarp.errors import DeviceTimeout
 
 
@@ -72,7 +72,7 @@ def test_warp_that_stays_is_named_and_nothing_is_freed(cache: fw.Cache, file: Pa
     queues = there.queues
 
     with pytest.raises(DeviceTimeout, match=r"after 0\.05 s \(2 warps\)"):
-        cache.withdraw(x._attachment.launcher.volume, timeout_s=0.05)
+        x._attachment.launcher.volume.table_entry.withdraw(timeout_s=0.05)
 
     assert there.queues == queues
     there.visitors -= 2

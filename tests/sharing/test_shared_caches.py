@@ -17,6 +17,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.array.serving import Serving
+from flashwarp.cache.volume_table import TableEntry
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -687,7 +688,7 @@ def test_closing_in_any_order(path: Path) -> None:
 def test_owner_closes_while_the_array_of_a_client_is_being_closed(
     owner: fw.Cache, client: fw.Cache, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    withdraw, begun = fw.Cache.withdraw, threading.Event()
+    withdraw, begun = TableEntry.withdraw, threading.Event()
 
     def slowly(*arguments: Any) -> None:
         begun.set()
@@ -695,7 +696,7 @@ def test_owner_closes_while_the_array_of_a_client_is_being_closed(
         withdraw(*arguments)
 
     x = fw.open(path, "r+", cache=client)
-    monkeypatch.setattr(fw.Cache, "withdraw", slowly)
+    monkeypatch.setattr(TableEntry, "withdraw", slowly)
     closing = threading.Thread(target=x.close)
     closing.start()
     assert begun.wait(20)

@@ -15,7 +15,7 @@ import flashwarp as fw
 from flashwarp._jit import compiler, precompiled
 from flashwarp._jit.compiler import Artifact, KernelResources
 from flashwarp._jit.program import LoadedKernel
-from flashwarp.cache.cache import FailureSequence
+from flashwarp.cache.failures import FailureSequence
 from flashwarp.device import CudaDevice, DeviceArray
 from flashwarp.launch.rows import MaintenanceParams, RowParams
 from flashwarp.program.compiling import Kernel

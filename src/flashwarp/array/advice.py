@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashwarp.array.stats import Stats
-from flashwarp.cache.cache import LINE_BYTES_MIN
+from flashwarp.cache.sizes import LINE_BYTES_MIN
 
 __all__ = ["Usage", "advise"]
 

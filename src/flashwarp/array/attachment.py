@@ -130,7 +130,7 @@ class Attachment(endings.NotCopied):
             # In the order of `_end`: kernels of other arrays see the volume from now on.
             made.callback(cache.detach, volume)
             made.callback(service.stop)
-            made.callback(cache.withdraw, volume, time_limit_s())
+            made.callback(volume.table_entry.withdraw, time_limit_s())
             self._failures = Failures(service, storage.path, format.shape)
             self.launcher = Launcher(volume, service, format)
             made.callback(self.launcher.let_go)
@@ -491,7 +491,7 @@ class Attachment(endings.NotCopied):
         alive = self.device.alive()
         if not self._owns_cache and alive:
             try:
-                cache.withdraw(volume, time_limit_s())
+                volume.table_entry.withdraw(time_limit_s())
             except DeviceError as error:
                 # A kernel of another array uses our queues: free nothing that it may touch.
                 _visited.append(self)

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from flashwarp import config, endings
-from flashwarp.cache.cache import Noted, Volume
+from flashwarp.cache.cache import Volume
+from flashwarp.cache.failures import Noted
 from flashwarp.cache.structs import FailureStruct
 from flashwarp.errors import (
     BoundsError,

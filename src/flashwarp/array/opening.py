@@ -19,7 +19,8 @@ import numpy.typing as npt
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.array.attachment import Attachment
-from flashwarp.cache.cache import LINE_DEFAULT, Cache, automatic_capacity, check_line
+from flashwarp.cache.cache import Cache
+from flashwarp.cache.sizes import LINE_DEFAULT, automatic_capacity, check_line
 from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
 from flashwarp.device import Device, resolve
 from flashwarp.errors import (

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flashwarp import endings
+from flashwarp.cache.sizes import geometry_of
 from flashwarp.cache.structs import EPOCH_BYTES, GeometryStruct
 from flashwarp.device import Device, DeviceMemory, find, shared_memory
 from flashwarp.device.memory import Exported
@@ -165,11 +165,25 @@ class Owner:
         self._exported.append(made)
         return made.memory
 
-    def start(self, cache: Any, facts: Callable[[Exported, Exported, int], Facts]) -> None:
+    def start(self, cache: Any) -> None:
         """Serve clients from now on."""
         frames, metadata = self._exported
         line = cache.line_bytes
-        self.facts = facts(metadata, frames, max(_STAGE_BYTES // line, 2) * line)
+        self.facts = Facts(
+            kind=cache.device.kind,
+            device=cache.device.identity,
+            policy=cache.policy.name,
+            line=line,
+            ways=cache.ways,
+            sets=cache.set_count,
+            host_memory=cache.host_memory,
+            metadata_bytes=metadata.offset + metadata.memory.nbytes,
+            tags=metadata.offset + cache.geometry.tags - metadata.memory.address,
+            epochs=metadata.offset + cache._memory.epochs - metadata.memory.address,
+            frames_bytes=frames.offset + frames.memory.nbytes,
+            frames=frames.offset,
+            stage_bytes=max(_STAGE_BYTES // line, 2) * line,
+        )
         sessions: Sessions = sessions_of(cache)
         self._sessions = sessions
         self._listener = Listener(self.name, self._lock, sessions.begin)
@@ -258,18 +272,25 @@ class Client:
             raise
         return cls(connection, facts, here, own, lines, mapped)
 
+    def check_asked(self, sets: int, line: int, ways: int, policy: str) -> None:
+        """Raise SharedCacheError, and leave, unless the cache is as the user asked for."""
+        facts = self.facts
+        if (sets, line, ways, policy) == (facts.sets, facts.line, facts.ways, facts.policy):
+            return
+        self.close()
+        raise SharedCacheError(
+            f"the shared cache {self.connection.name!r} has {facts.lines} lines of {facts.line} "
+            f"bytes in sets of {facts.ways} under {facts.policy!r}, not the {sets * ways} of "
+            f"{line} in sets of {ways} under {policy!r} that were asked for: leave capacity, line, "
+            "ways and policy out to take it as it is"
+        )
+
     @functools.cached_property
     def geometry(self) -> GeometryStruct:
         """The cache's, by this process's addresses."""
         facts = self.facts
-        return GeometryStruct(
-            tags=self.metadata.address + facts.tags,
-            frames=self.frames.address + facts.frames,
-            set_count=facts.sets,
-            set_reciprocal=-(-(1 << 64) // facts.sets) if facts.sets > 1 else 0,
-            ways=facts.ways,
-            line_shift=facts.line.bit_length() - 1,
-        )
+        tags, frames = self.metadata.address + facts.tags, self.frames.address + facts.frames
+        return geometry_of(tags, frames, facts.sets, facts.ways, facts.line)
 
     def epoch_address(self, slot: int) -> int:
         """Return the address of an entry's epoch."""

@@ -16,7 +16,8 @@ from flashwarp import endings
 from flashwarp._names import renamed
 from flashwarp.array import opening
 from flashwarp.array.array import Array
-from flashwarp.cache.cache import LINE_DEFAULT, Cache
+from flashwarp.cache.cache import Cache
+from flashwarp.cache.sizes import LINE_DEFAULT
 from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
 from flashwarp.device import Device, resolve
 from flashwarp.errors import (

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import endings
-from flashwarp.cache.cache import FailureSequence
+from flashwarp.cache.failures import FailureSequence
 from flashwarp.cache.structs import FAILURES_KEPT, FailureStruct
 from flashwarp.config import number
 from flashwarp.device import CudaDevice, Device, DeviceMemory

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp.array.array import Array
-from flashwarp.cache.cache import LINE_BYTES_MAX, LINE_BYTES_MIN
+from flashwarp.cache.sizes import LINE_BYTES_MAX, LINE_BYTES_MIN
 from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError
 from flashwarp.trace.format import Trace

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from flashwarp.cache.cache import LINE_BYTES_MIN, Cache, check_line
+from flashwarp.cache.cache import Cache
+from flashwarp.cache.sizes import LINE_BYTES_MIN, check_line
 from flashwarp.config import cores
 from flashwarp.device import Device
 from flashwarp.errors import CacheError
