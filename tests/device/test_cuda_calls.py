@@ -35,7 +35,7 @@ from flashwarp.errors import (
 )
 from flashwarp.launch.rows import RowParams
 from support import fake_cuda
-from support.built_in import built_in_kernels, cubins
+from support.built_in import built_in_kernels, cubins, launch
 from support.fake_cuda import (
     ILLEGAL_ADDRESS,
     NOT_PERMITTED,
@@ -241,10 +241,10 @@ def check_launch_passes_struct_grid_and_stream() -> None:
     memory = device.allocate(64)
     value = 0x1122334455667788
 
-    device.launch("probe", ProbeParams(memory.address, value, 5), warps=9, block_threads=64)
+    launch(device, "probe", ProbeParams(memory.address, value, 5), warps=9, block_threads=64)
     assert report(device, memory.address) == (5, 64, device.default_stream().handle, value)
 
-    device.launch("probe", bytes(ProbeParams(memory.address, 7, 5)), warps=1, stream=1)
+    launch(device, "probe", bytes(ProbeParams(memory.address, 7, 5)), warps=1, stream=1)
     assert report(device, memory.address) == (1, 256, 1, 7)
 
 
@@ -253,12 +253,12 @@ def check_launch_is_never_larger_than_what_runs_at_a_time() -> None:
     memory = device.allocate(64)
     params = ProbeParams(memory.address, 7, 5)
 
-    device.launch("probe", params, warps=1 << 40, block_threads=128)
+    launch(device, "probe", params, warps=1 << 40, block_threads=128)
     assert report(device, memory.address)[0] == 132 * 2048 // 128
-    device.launch("probe", params, warps=8 * 10)
+    launch(device, "probe", params, warps=8 * 10)
     assert report(device, memory.address)[0] == 10
     launches = fake().fake_count(b"cuLaunchKernel")
-    device.launch("probe", params, warps=0)
+    launch(device, "probe", params, warps=0)
     assert fake().fake_count(b"cuLaunchKernel") == launches
 
 
@@ -336,13 +336,13 @@ def check_wrong_launches_are_refused() -> None:
     device = device_with_probe()
 
     with pytest.raises(DeviceError, match="24 bytes, but the host's has 3"):
-        device.launch("probe", b"123", warps=1)
+        launch(device, "probe", b"123", warps=1)
     with pytest.raises(ArgumentError, match="no built-in kernel fw_nothing"):
-        device.launch("nothing", b"", warps=1)
+        launch(device, "nothing", b"", warps=1)
     with pytest.raises(DeviceError, match="cannot run with 2048 threads"):
-        device.launch("probe", bytes(24), warps=1, block_threads=2048)
+        launch(device, "probe", bytes(24), warps=1, block_threads=2048)
     with pytest.raises(ArgumentError, match="multiple of 32"):
-        device.launch("probe", bytes(24), warps=1, block_threads=100)
+        launch(device, "probe", bytes(24), warps=1, block_threads=100)
     assert fake().fake_count(b"cuLaunchKernel") == 0
 
 
@@ -445,7 +445,7 @@ def check_close_releases_everything_in_any_order() -> None:
     with pytest.raises(ClosedError):
         device.allocate(1)
     with pytest.raises(ClosedError):
-        device.launch("probe", bytes(24), warps=1)
+        launch(device, "probe", bytes(24), warps=1)
 
 
 def check_close_during_a_stuck_kernel_times_out_and_can_be_repeated() -> None:

@@ -36,6 +36,7 @@ from flashwarp.errors import (
     ForkError,
 )
 from flashwarp.launch.rows import RowParams
+from support.built_in import launch
 
 
 @pytest.fixture
@@ -209,9 +210,9 @@ def test_cpu_launch_hands_bytes_to_the_native_plan(
     struct = bytes(range(ctypes.sizeof(RowParams)))
     index = device.built_in("gather_rows").handle[1]
 
-    device.launch("gather_rows", struct, warps=1, uses=(memory,))
-    device.launch("gather_rows", struct, warps=1 << 40)
-    device.launch("gather_rows", struct, warps=0)
+    launch(device, "gather_rows", struct, warps=1, uses=(memory,))
+    launch(device, "gather_rows", struct, warps=1 << 40)
+    launch(device, "gather_rows", struct, warps=0)
 
     assert FakePlan.calls == [
         (index, 1, [struct], (memory,)),
@@ -221,12 +222,12 @@ def test_cpu_launch_hands_bytes_to_the_native_plan(
 
 def test_cpu_launch_of_unknown_kernel_is_refused(device: CpuDevice) -> None:
     with pytest.raises(ArgumentError, match="no built-in kernel fw_nothing"):
-        device.launch("nothing", b"", warps=1)
+        launch(device, "nothing", b"", warps=1)
 
 
 def test_cpu_launch_with_a_struct_of_another_size_is_refused(device: CpuDevice) -> None:
     with pytest.raises(DeviceError, match=r"fw_gather_rows takes a struct of 168 bytes.* has 3"):
-        device.launch("gather_rows", b"123", warps=1)
+        launch(device, "gather_rows", b"123", warps=1)
 
 
 def test_cpu_launch_in_a_forked_child_is_refused(
@@ -236,7 +237,7 @@ def test_cpu_launch_in_a_forked_child_is_refused(
     monkeypatch.setattr(os, "getpid", lambda: pid + 1)
 
     with pytest.raises(ForkError, match=str(pid)):
-        device.launch("gather_rows", b"", warps=1)
+        launch(device, "gather_rows", b"", warps=1)
 
 
 def test_cpu_device_without_threads_is_refused() -> None:

@@ -18,7 +18,7 @@ from flashwarp._jit.compiler import Source
 from flashwarp.device import CudaDevice, resolve, view
 from flashwarp.errors import DeviceError, DeviceOutOfMemory, DeviceTimeout
 from flashwarp.policy import CLOCK
-from support.built_in import built_in_kernels
+from support.built_in import built_in_kernels, launch
 
 pytestmark = pytest.mark.gpu
 
@@ -142,7 +142,7 @@ def test_kernel_reads_and_writes_host_memory_at_its_own_address(device: CudaDevi
     source, target = (device.allocate_host(8 * count, 1 << 21) for _ in range(2))
     source.as_numpy().view(np.uint64)[:] = np.arange(count)
 
-    device.launch("add", AddParams(source.address, target.address, count, 5), warps=1000)
+    launch(device, "add", AddParams(source.address, target.address, count, 5), warps=1000)
     device.wait()
 
     assert np.array_equal(target.as_numpy().view(np.uint64), np.arange(count) + 5)
@@ -161,7 +161,7 @@ def test_kernel_reads_registered_memory_at_its_own_address(
     with device.register_host(values.ctypes.data, values.nbytes, read_only) as registration:
         assert registration.address == values.ctypes.data
         params = AddParams(registration.address, target.address, count, 7)
-        device.launch("add", params, warps=1000)
+        launch(device, "add", params, warps=1000)
         device.wait()
 
     result = np.frombuffer(device.download(target.address, 8 * count), np.uint64)
@@ -181,7 +181,7 @@ def test_kernel_reads_a_read_only_file_in_the_page_cache_in_place(
 
     with device.register_host(values.ctypes.data, values.nbytes, read_only=True) as registration:
         params = AddParams(registration.address, target.address, count, 7)
-        device.launch("add", params, warps=1000)
+        launch(device, "add", params, warps=1000)
         device.wait()
 
     result = np.frombuffer(device.download(target.address, 8 * count), np.uint64)
@@ -208,7 +208,9 @@ def test_small_launch_has_the_blocks_that_are_useful(
 ) -> None:
     counter = device.allocate(8)
 
-    device.launch("count_blocks", LaunchParams(counter.address), warps=warps, block_threads=threads)
+    launch(
+        device, "count_blocks", LaunchParams(counter.address), warps=warps, block_threads=threads
+    )
     device.wait()
 
     assert int.from_bytes(device.download(counter.address, 8), "little") == blocks
@@ -217,7 +219,7 @@ def test_small_launch_has_the_blocks_that_are_useful(
 def test_large_launch_has_the_blocks_that_run_at_a_time(device: CudaDevice) -> None:
     counter = device.allocate(8)
 
-    device.launch("count_blocks", LaunchParams(counter.address), warps=1 << 30)
+    launch(device, "count_blocks", LaunchParams(counter.address), warps=1 << 30)
     device.wait()
 
     blocks = int.from_bytes(device.download(counter.address, 8), "little")
@@ -263,11 +265,11 @@ def test_wait_times_out_while_a_kernel_waits_and_other_work_goes_on(device: Cuda
     other = device.context.create_stream()
 
     # Ten seconds bound the kernel should the test fail before it sets the flag.
-    device.launch("wait", WaitParams(flag.address, 10_000_000_000), warps=1, stream=other)
+    launch(device, "wait", WaitParams(flag.address, 10_000_000_000), warps=1, stream=other)
     with pytest.raises(DeviceTimeout, match=r"limit 0\.2 s"):
         device.wait(other, timeout_s=0.2)
     device.upload(memory.address, bytes(64))
-    device.launch("count_blocks", LaunchParams(memory.address), warps=1)
+    launch(device, "count_blocks", LaunchParams(memory.address), warps=1)
     assert int.from_bytes(device.download(memory.address, 8), "little") == 1
     assert not device.context.stream_done(other)
 
@@ -278,7 +280,7 @@ def test_wait_times_out_while_a_kernel_waits_and_other_work_goes_on(device: Cuda
 
 def test_close_under_a_waiting_kernel_times_out_and_can_be_repeated(device: CudaDevice) -> None:
     flag = device.allocate_host(4096)
-    device.launch("wait", WaitParams(flag.address, 10_000_000_000), warps=1)
+    launch(device, "wait", WaitParams(flag.address, 10_000_000_000), warps=1)
 
     with pytest.raises(DeviceTimeout):
         device.close(timeout_s=0.1)
@@ -293,7 +295,7 @@ def test_events_measure_a_kernel(device: CudaDevice) -> None:
     start, end = device.event(), device.event()
 
     start.record()
-    device.launch("wait", WaitParams(flag.address, 20_000_000), warps=1)
+    launch(device, "wait", WaitParams(flag.address, 20_000_000), warps=1)
     end.record()
     end.wait(timeout_s=5)
 
@@ -304,7 +306,7 @@ def test_order_makes_one_stream_wait_for_another(device: CudaDevice) -> None:
     flag = device.allocate_host(4096)
     other = device.context.create_stream()
 
-    device.launch("wait", WaitParams(flag.address, 10_000_000_000), warps=1, stream=other)
+    launch(device, "wait", WaitParams(flag.address, 10_000_000_000), warps=1, stream=other)
     device.order(other, None)
     with pytest.raises(DeviceTimeout):
         device.wait(timeout_s=0.1)
@@ -325,7 +327,7 @@ def test_torch_tensors_are_seen_and_made(device: CudaDevice) -> None:
     stream = device.current_stream("torch")
 
     params = AddParams(seen.address, result.data_ptr(), 1000, 3)
-    device.launch("add", params, warps=32, stream=stream)
+    launch(device, "add", params, warps=32, stream=stream)
 
     assert (seen.library, seen.device_kind, seen.ordinal) == ("torch", "cuda", 0)
     assert stream.handle == torch.cuda.current_stream(0).cuda_stream
@@ -340,7 +342,7 @@ def test_torch_stream_is_taken_and_captured_into_a_graph(device: CudaDevice) -> 
     params = AddParams(values.data_ptr(), values.data_ptr(), 1000, 1)
     device.resident_threads(device.built_in("add"))
     with torch.cuda.graph(graph):
-        device.launch("add", params, warps=32, stream=torch.cuda.current_stream())
+        launch(device, "add", params, warps=32, stream=torch.cuda.current_stream())
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
@@ -367,7 +369,7 @@ def test_cupy_arrays_are_seen_and_made(device: CudaDevice) -> None:
     result = device.empty_like_library("cupy", (1000,), "int64")
 
     params = AddParams(seen.address, result.data.ptr, 1000, 3)
-    device.launch("add", params, warps=32, stream=device.current_stream("cupy"))
+    launch(device, "add", params, warps=32, stream=device.current_stream("cupy"))
 
     assert (seen.library, seen.device_kind, seen.ordinal) == ("cupy", "cuda", 0)
     assert seen.contiguous
@@ -406,7 +408,7 @@ import test_device as t
 device = CudaDevice(0)
 t.stand_in(device, t.Path({source!r}))
 memory = device.allocate(100)
-device.launch("add", t.AddParams(8, 16, 1, 1), warps=1)
+t.launch(device, "add", t.AddParams(8, 16, 1, 1), warps=1)
 try:
     device.wait()
 except DeviceError as error:

@@ -1,16 +1,18 @@
-"""The built-in kernels: their names, and their code for GPUs as CMake builds it."""
+"""The built-in kernels: their names, launches, and code for GPUs as CMake builds it."""
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flashwarp import _native
-from flashwarp.device import CpuDevice
-from flashwarp.policy import CLOCK, POLICIES
+from flashwarp.device import CpuDevice, Device
+from flashwarp.policy import CLOCK, POLICIES, Policy
 from support.once import once
 from support.samples import sample
 
@@ -21,7 +23,7 @@ CUBIN_POLICIES = [CLOCK, *sample(_OTHERS, len(_OTHERS))]
 
 
 def built_in_kernels() -> list[str]:
-    """Return their names, without the prefix of their symbols."""
+    """Return their names, without the prefix of their symbols; the CPU device has all of them."""
     with CpuDevice() as device:
         device.built_in("gather_rows")
         return [symbol.removeprefix("fw_") for symbol in device._built_in[CLOCK]]
@@ -38,3 +40,16 @@ def cubins(factory: pytest.TempPathFactory) -> Path:
         subprocess.run(command, capture_output=True, check=True)
 
     return once(factory, "cubins", make)
+
+
+def launch(
+    device: Device,
+    name: str,
+    params: ctypes.Structure | bytes,
+    *,
+    policy: Policy = CLOCK,
+    **how: Any,
+) -> None:
+    """Launch the built-in kernel `fw_<name>` with one struct, as `Device.run_kernel` launches."""
+    struct = bytes(params)
+    device.run_kernel(device.built_in(name, policy, len(struct)), [struct], **how)

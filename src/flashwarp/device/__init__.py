@@ -13,12 +13,13 @@ from functools import partial
 
 from flashwarp import endings
 from flashwarp._jit import cuda_api
-from flashwarp.device.base import TIMEOUT_S, Device, Event
+from flashwarp.device.base import Device
 from flashwarp.device.cpu import CpuDevice
 from flashwarp.device.cuda import CudaDevice
 from flashwarp.device.foreign import ArrayView, Stream, stream_handle, view
-from flashwarp.device.launches import Launch
+from flashwarp.device.kernels import Launch
 from flashwarp.device.memory import DeviceArray, DeviceMemory, MemoryInfo, OwnedStream, Registration
+from flashwarp.device.streams import TIMEOUT_S, Event
 from flashwarp.errors import ArgumentError, DeviceError
 
 __all__ = [

@@ -17,9 +17,9 @@ from flashwarp import _native, config, endings
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.config import integer
 from flashwarp.device import host_memory, shared_memory
-from flashwarp.device.base import TIMEOUT_S, Device, Event
+from flashwarp.device.base import Device
 from flashwarp.device.foreign import Stream
-from flashwarp.device.launches import Launch
+from flashwarp.device.kernels import Launch
 from flashwarp.device.memory import (
     DeviceMemory,
     Exported,
@@ -30,6 +30,7 @@ from flashwarp.device.memory import (
     host_only,
     positive,
 )
+from flashwarp.device.streams import TIMEOUT_S, Event
 from flashwarp.errors import (
     ArgumentError,
     ClosedError,

@@ -17,9 +17,9 @@ from flashwarp import _native, endings
 from flashwarp._jit import cuda_context, driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp._waiting import saying_if_slow
-from flashwarp.device.base import TIMEOUT_S, Device, Event, quietly
+from flashwarp.device.base import Device, quietly
 from flashwarp.device.foreign import ArrayView, Stream, stream_handle
-from flashwarp.device.launches import Launch
+from flashwarp.device.kernels import Launch
 from flashwarp.device.memory import (
     DeviceMemory,
     Exported,
@@ -31,6 +31,7 @@ from flashwarp.device.memory import (
     check_alignment,
     positive,
 )
+from flashwarp.device.streams import TIMEOUT_S, Event
 from flashwarp.errors import (
     ArgumentError,
     CaptureError,
