@@ -344,9 +344,7 @@ class ClientLauncher(_Owners):
         """Copy indices to the host, all within bounds."""
         if self._on_cpu:
             return np.asarray(index.owner).reshape(-1)
-        kind = np.int32 if index.itemsize == 4 else np.int64
-        raw = self._device.download(index.address, len(index) * index.itemsize, stream)
-        return host_indices(np.frombuffer(raw, kind), self.format.row_count)
+        return host_indices(index.copy_from(self._device, stream), self.format.row_count)
 
     # Storing, and asking ahead.
 

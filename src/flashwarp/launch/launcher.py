@@ -147,7 +147,7 @@ class Launcher:
             )
         )
         self._deferral = Deferral(volume, service)
-        # What a launch on the CPU device holds, see `Device.launch`. None: launches are refused.
+        # What launches on the CPU device hold, see `Device.run_kernel`. None: they are refused.
         self._uses: tuple[object, ...] | None = ()
         if self.on_cpu:
             self._uses = (*service.natives, *cache.owners, *volume.owners)
@@ -472,9 +472,7 @@ class Launcher:
 
     def _rows_of(self, index: Index, counting: Counting) -> npt.NDArray[np.int64]:
         """Copy indices to the host, as rows of the array."""
-        kind = np.int32 if index.itemsize == 4 else np.int64
-        raw = self.volume.cache.device.download(index.address, len(index) * index.itemsize)
-        found = np.frombuffer(raw, kind).astype(np.int64)
+        found = index.copy_from(self.volume.cache.device).astype(np.int64)
         _, from_front, from_end = counting
         return found + np.where(found < 0, from_end, from_front)
 
@@ -547,7 +545,7 @@ class Launcher:
             uses.clear()
 
     def wake(self) -> tuple[object, ...]:
-        """Wake what serves the array; returns what a launch uses, see `Device.launch`."""
+        """Wake what serves the array; returns what a launch uses, see `Device.run_kernel`."""
         uses = self._uses
         if uses is None:
             raise ClosedError("the array is closed")

@@ -61,6 +61,11 @@ class Index:
     def __len__(self) -> int:
         return math.prod(self.shape)
 
+    def copy_from(self, device: Device, stream: object = None) -> npt.NDArray[Any]:
+        """Copy them from a device to the host, as they are."""
+        raw = device.download(self.address, len(self) * self.itemsize, stream)
+        return np.frombuffer(raw, np.int32 if self.itemsize == 4 else np.int64)
+
 
 @dataclass(slots=True)
 class Rows:
