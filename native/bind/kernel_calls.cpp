@@ -5,6 +5,7 @@
 // arguments, and numbers, and launches. It leaves everything else to the ordinary way, which also
 // raises the errors.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -98,8 +99,54 @@ bool pack_float(const Param& param, nb::handle argument, uint8_t* place) {
   if (!PyFloat_CheckExact(argument.ptr())) return false;
   const double value = PyFloat_AsDouble(argument.ptr());
   if (param.nbytes == sizeof(double)) return store(place, value);
+  if (param.nbytes == 2) {
+    if (PyFloat_Pack2(value, reinterpret_cast<char*>(place), 1) == 0) return true;
+    PyErr_Clear();  // it is too large
+    return false;
+  }
   const float narrow = float(value);
   return !(std::isinf(narrow) && !std::isinf(value)) && store(place, narrow);
+}
+
+bool pack_bool(nb::handle argument, uint8_t* place) {
+  return PyBool_Check(argument.ptr()) && store(place, uint8_t(argument.is(Py_True)));
+}
+
+// Packs one of Python's numbers. Returns false for what is none, or does not fit.
+bool pack_number(const Param& param, nb::handle argument, uint8_t* place) {
+  switch (param.kind) {
+    case Param::kInteger:
+      return pack_integer(param, argument, place);
+    case Param::kFloat:
+      return pack_float(param, argument, place);
+    case Param::kBool:
+      return pack_bool(argument, place);
+    default:
+      return false;
+  }
+}
+
+Param param_of(const std::string& kind, size_t nbytes) {
+  Param param;
+  param.kind = Param::kBytes;
+  if (kind == "array" || kind == "const array") param.kind = Param::kArray;
+  if (kind == "pointer") param.kind = Param::kPointer;
+  if (kind == "i" || kind == "u") param.kind = Param::kInteger;
+  if (kind == "f") param.kind = Param::kFloat;
+  if (kind == "b") param.kind = Param::kBool;
+  param.with_sign = kind == "i";
+  param.stores = kind == "array";
+  param.nbytes = nbytes;
+  return param;
+}
+
+// For the ordinary way: the bytes of a number, or None.
+std::optional<nb::bytes> number_bytes(const std::string& kind, size_t nbytes, nb::handle number) {
+  uint8_t bytes[sizeof(uint64_t)];
+  if (nbytes > sizeof bytes || !pack_number(param_of(kind, nbytes), number, bytes)) {
+    return std::nullopt;
+  }
+  return nb::bytes(bytes, nbytes);
 }
 
 class KernelCalls {
@@ -112,11 +159,7 @@ class KernelCalls {
       : device_(std::move(device)), launching_(launching), calls_of_(std::move(calls_of)) {
     size_t end = 0;
     for (const auto& [kind, nbytes] : params) {
-      Param param;
-      param.kind = kind_of(kind);
-      param.with_sign = kind == "i";
-      param.stores = kind == "array";
-      param.nbytes = nbytes;
+      Param param = param_of(kind, nbytes);
       param.at = end;
       end += (nbytes + kAlignment - 1) / kAlignment * kAlignment;
       params_.push_back(param);
@@ -169,14 +212,6 @@ class KernelCalls {
   }
 
  private:
-  static Param::Kind kind_of(const std::string& kind) {
-    if (kind == "array" || kind == "const array") return Param::kArray;
-    if (kind == "pointer") return Param::kPointer;
-    if (kind == "i" || kind == "u") return Param::kInteger;
-    if (kind == "f") return Param::kFloat;
-    return kind == "b" ? Param::kBool : Param::kBytes;
-  }
-
   // None if they are no plain ints.
   static std::optional<uint64_t> size_of(nb::handle warps, nb::handle block_threads) {
     constexpr uint64_t kAll = 0xFFFFFFFF;  // as many warps as run at a time
@@ -198,14 +233,10 @@ class KernelCalls {
         return pack_array(param, argument, packing, place);
       case Param::kPointer:
         return pack_pointer(param, argument, packing, place);
-      case Param::kInteger:
-        return pack_integer(param, argument, place);
-      case Param::kFloat:
-        return (param.nbytes == 4 || param.nbytes == 8) && pack_float(param, argument, place);
-      case Param::kBool:
-        return PyBool_Check(argument.ptr()) && store(place, uint8_t(argument.is(Py_True)));
       case Param::kBytes:
         break;
+      default:
+        return pack_number(param, argument, place);
     }
     if (!PyBytes_CheckExact(argument.ptr()) ||
         size_t(PyBytes_Size(argument.ptr())) != param.nbytes) {
@@ -347,6 +378,8 @@ class KernelCalls {
 void bind_kernel_calls(nanobind::module_& m) {
   namespace nb = nanobind;
   using fw::native::KernelCalls;
+  m.def("number_bytes", &fw::native::number_bytes, nb::arg("kind"), nb::arg("nbytes"),
+        nb::arg("number"));
   nb::class_<KernelCalls>(m, "KernelCalls")
       .def(nb::init<nb::object, const fw::native::Launching&, nb::object,
                     std::vector<std::tuple<std::string, size_t>>>(),

@@ -8,15 +8,15 @@ The kernel's mangled name has the types of its parameters, and the compiled code
 from __future__ import annotations
 
 import ctypes
-import math
 import numbers
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from flashwarp import _native
 from flashwarp import device as devices
 from flashwarp._jit import spelling
 from flashwarp._jit.program import LoadedKernel
@@ -339,6 +339,14 @@ class _PointerParam(Param):
             _check_element(self.place, self.element, self.element_bytes, seen.dtype, "the array")
 
 
+_PLAIN: dict[str, tuple[Any, str, Callable[[Any], bool | int | float]]] = {
+    "b": (bool | np.bool_, "True or False", bool),
+    "f": (numbers.Real, "a number", float),
+    "i": (int | np.integer, "an integer", int),
+}
+"""By the kind of a number: what is taken, its name, and Python's type of it."""
+
+
 @dataclass(frozen=True)
 class _NumberParam(Param):
     dtype: np.dtype[Any]
@@ -350,35 +358,20 @@ class _NumberParam(Param):
     def pack(self, argument: object, launch: Launch) -> bytes:
         if isinstance(argument, np.ndarray) and argument.ndim == 0:
             argument = argument[()]
-        if self.dtype.kind == "f":
-            return self._pack_float(argument)
-        if self.dtype.kind == "b":
-            if not isinstance(argument, bool | np.bool_):
-                raise self._refused(argument, "True or False")
-            return bytes([int(argument)])
-        return self._pack_integer(argument)
-
-    def _pack_float(self, argument: object) -> bytes:
-        if isinstance(argument, bool) or not isinstance(argument, numbers.Real):
-            raise self._refused(argument, "a number")
-        with np.errstate(over="ignore"):
-            value = self.dtype.type(argument)
-        if math.isinf(value) and not math.isinf(argument):
+        packed = _native.number_bytes(self.kind, self.nbytes, self._plain(argument))
+        if packed is not None:
+            return packed
+        if self.kind == "f":
             raise ArgumentError(f"{self.place}: {argument} is too large for {self.dtype}")
-        return bytes(value.tobytes())
-
-    def _pack_integer(self, argument: object) -> bytes:
-        if not isinstance(argument, int | np.integer) or isinstance(argument, bool):
-            raise self._refused(argument, "an integer")
         limits = np.iinfo(self.dtype)
-        if not limits.min <= argument <= limits.max:
-            raise ArgumentError(
-                f"{self.place}: {argument} is outside of {limits.min} .. {limits.max}"
-            )
-        return int(argument).to_bytes(self.nbytes, "little", signed=self.dtype.kind == "i")
+        raise ArgumentError(f"{self.place}: {argument} is outside of {limits.min} .. {limits.max}")
 
-    def _refused(self, argument: object, wanted: str) -> DtypeError:
-        return DtypeError(f"{self.place} takes {wanted}, not {type(argument).__name__}")
+    def _plain(self, argument: Any) -> bool | int | float:
+        """Return Python's number of this kind that an argument is."""
+        types, wanted, plain = _PLAIN.get(self.kind, _PLAIN["i"])
+        if not isinstance(argument, types) or (isinstance(argument, bool) and plain is not bool):
+            raise DtypeError(f"{self.place} takes {wanted}, not {type(argument).__name__}")
+        return plain(argument)
 
 
 @dataclass(frozen=True)
