@@ -582,7 +582,7 @@ class Array(Protocols):
     # For pipelines.
 
     _place_ids = loads(moving.place_ids)
-    _queue = loads(moving.queue)
+    _queue = loads(moving.move)
 
 
 def _unopened(recipe: Recipe, format: RowFormat) -> Array:  # noqa: A002

@@ -238,16 +238,8 @@ class Attachment(endings.NotCopied):
         """Note that there is work on the library's own stream for which no call waits."""
         self._noted_late = True
 
-    def note_blocking(self, stream: int) -> None:
-        """Note a stream on which a call is about to wait for its launch.
-
-        If the wait is interrupted, the launch goes on, and `close` must wait for it.
-        """
-        self._streams.add(stream)
-        self.cache.streams.add(stream)
-
     def note_stream(self, stream: int) -> None:
-        """Note that there is work on a stream of the caller's."""
+        """Note a stream on which there may be work from now on, for which `close` must wait."""
         self._streams.add(stream)
         self.cache.streams.add(stream)
 

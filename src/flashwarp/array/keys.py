@@ -77,7 +77,7 @@ def _are_neighbours(chosen: range | npt.NDArray[np.int64]) -> TypeGuard[range]:
 def _read_rows(array: Indexed, chosen: range | npt.NDArray[np.int64]) -> npt.NDArray[Any]:
     if _are_neighbours(chosen):
         target = array._attachment.operands.target(None, chosen)
-        moving.move(array._attachment, "gather", chosen, target)
+        moving.move(array, "gather", chosen, target)
         rows: npt.NDArray[Any] = target.finish(None)
         return rows
     return np.asarray(array.gather(host_index(chosen) if isinstance(chosen, range) else chosen))
@@ -89,7 +89,7 @@ def _store_rows(
     """Store a dense block to rows, none of which repeats."""
     if _are_neighbours(chosen):
         source = array._attachment.operands.placed(block)
-        moving.move(array._attachment, "scatter", chosen, source)
+        moving.move(array, "scatter", chosen, source)
         source.release()
     else:
         array.scatter(host_index(chosen) if isinstance(chosen, range) else chosen, block)

@@ -14,7 +14,7 @@ from flashwarp.errors import CaptureError
 from flashwarp.launch.launcher import Verb
 from flashwarp.launch.operands import Index, Operands, Rows
 
-__all__ = ["Attached", "gather", "move", "place_ids", "prefetch", "queue", "scatter"]
+__all__ = ["Attached", "gather", "move", "place_ids", "prefetch", "scatter"]
 
 
 class Attached(Protocol):
@@ -25,28 +25,28 @@ class Attached(Protocol):
 
 def gather(array: Attached, idx: object, out: object, stream: object) -> Any:
     """Copy rows to `out`, or to a new array; see `Array.gather`."""
-    attachment, operands = _prepared(array, stream)
+    operands = _operands_of(array, stream)
     chosen = operands.choose(idx)
     target = operands.target(out, chosen, stream)
-    move(attachment, "gather", chosen, target, stream)
+    move(array, "gather", chosen, target, stream)
     return target.finish(stream)
 
 
 def scatter(array: Attached, idx: object, values: object, stream: object) -> None:
     """Store rows; see `Array.scatter`."""
     array._attachment.need_writable()
-    attachment, operands = _prepared(array, stream)
+    operands = _operands_of(array, stream)
     index = operands.index(idx)
     source = operands.source(values, index)
-    move(attachment, "scatter", index, source, stream)
+    move(array, "scatter", index, source, stream)
     if stream is None:  # else it is lent to the stream
         source.release()
 
 
 def prefetch(array: Attached, idx_or_slice: object, stream: object) -> None:
     """Start fetching rows into the cache; see `Array.prefetch`."""
-    attachment, operands = _prepared(array, stream)
-    chosen, launcher = operands.choose(idx_or_slice), attachment.launcher
+    chosen = _operands_of(array, stream).choose(idx_or_slice)
+    attachment, launcher = array._attachment, array._attachment.launcher
     if not len(chosen) or not launcher.format.row_bytes:
         return
     run = _stream_of(attachment, "prefetch", chosen, None, stream)
@@ -60,29 +60,21 @@ def place_ids(array: Attached, idx_or_slice: object, stream: object) -> range | 
     return array._attachment.operands_for(stream).choose(idx_or_slice)
 
 
-def queue(
-    array: Attached, verb: Verb, chosen: range | Index, rows: Rows, stream: object, sms: int
-) -> None:
-    """Queue the copying of chosen rows on a stream, by at most so many multiprocessors."""
-    move(array._attachment, verb, chosen, rows, stream, sms)
-
-
-def _prepared(array: Attached, stream: object) -> tuple[Attachment, Operands]:
-    attachment = array._attachment
-    attachment.launcher.format.need_axis()
-    return attachment, attachment.operands_for(stream)
+def _operands_of(array: Attached, stream: object) -> Operands:
+    array._attachment.launcher.format.need_axis()
+    return array._attachment.operands_for(stream)
 
 
 def move(
-    attachment: Attachment,
+    array: Attached,
     verb: Verb,
     chosen: range | Index,
     rows: Rows,
     stream: object = None,
     sms: int | None = None,
 ) -> None:
-    """Copy chosen rows; those of a range lie back to back."""
-    launcher = attachment.launcher
+    """Copy chosen rows, by at most so many multiprocessors; those of a range lie back to back."""
+    attachment, launcher = array._attachment, array._attachment.launcher
     if not len(chosen) or not launcher.format.row_bytes:
         return
     run = _stream_of(attachment, verb, chosen, rows, stream)
@@ -125,7 +117,8 @@ def _stream_of(
             device.refuse_capture(what, instead)
             device.order(device.current_stream(rows.library).handle, handle)
         device.order(None, handle)
-        attachment.note_blocking(handle)
+        # If the wait for the launch is interrupted, the launch goes on.
+        attachment.note_stream(handle)
         return handle
     device.refuse_capture(what, instead)
     if rows is not None and rows.library != "numpy":

@@ -182,19 +182,6 @@ class CpuDevice(Device):
         artifact = compile_host(source, include_dirs=folders, options=options, debug=debug)
         return artifact.key, functools.partial(_load_host_program, artifact)
 
-    def run_kernel(
-        self,
-        kernel: LoadedKernel,
-        arguments: Sequence[bytes],
-        *,
-        warps: int | None = None,
-        block_threads: int = 256,
-        stream: object = None,
-        uses: Sequence[object] = (),
-        end: End | None = None,
-    ) -> None:
-        self.prepare(kernel, warps)(arguments, None, uses)
-
     def prepare(self, kernel: LoadedKernel, warps: int | None, block_threads: int = 256) -> Launch:
         self._check_usable()
         return _CpuLaunch(self, kernel, warps)

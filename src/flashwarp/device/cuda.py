@@ -265,20 +265,6 @@ class CudaDevice(Device):
         )
         return LoadedProgram(kernels, artifact.log, artifact.from_cache, module)
 
-    def run_kernel(
-        self,
-        kernel: LoadedKernel,
-        arguments: Sequence[bytes],
-        *,
-        warps: int | None = None,
-        block_threads: int = 256,
-        stream: object = None,
-        uses: Sequence[object] = (),
-        end: cuda_context.End | None = None,
-    ) -> None:
-        launch = self.prepare(kernel, warps, block_threads)
-        launch(arguments, self._handle(stream), uses, end)
-
     def block_threads_for(self, warps: int) -> int:
         # Each of a few warps runs faster on an SM of its own.
         spread = _WARP_THREADS * -(-warps // self.context.multiprocessors)

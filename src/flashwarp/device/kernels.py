@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from flashwarp import endings
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
+from flashwarp.device.foreign import stream_handle
 from flashwarp.errors import ArgumentError, DeviceError
 from flashwarp.policy import CLOCK, Policy
 
@@ -175,7 +176,6 @@ class Kernels(ABC):
             self._programs[key] = load()
         return self._programs[key]
 
-    @abstractmethod
     def run_kernel(
         self,
         kernel: LoadedKernel,
@@ -185,7 +185,6 @@ class Kernels(ABC):
         block_threads: int = 256,
         stream: object = None,
         uses: Sequence[object] = (),
-        end: cuda_context.End | None = None,
     ) -> None:
         """Launch a kernel of a loaded program. Returns at once on a GPU, when done on the CPU.
 
@@ -204,9 +203,9 @@ class Kernels(ABC):
         uses : sequence
             Objects that a launch on the CPU holds until it ends: owners of memory, and native
             controllers, whose commands the launch's waiting threads serve.
-        end : End, optional
-            Where a GPU marks the end of the launch.
         """
+        handle = None if stream is None or self.kind == "cpu" else stream_handle(stream)
+        self.prepare(kernel, warps, block_threads)(arguments, handle, uses)
 
     def block_threads_for(self, warps: int) -> int:  # noqa: ARG002
         """Return into how large blocks this many warps are best divided."""
@@ -219,7 +218,8 @@ class Kernels(ABC):
         `warps` and `block_threads` are those of `run_kernel`.
 
         What is returned is called with the bytes of each parameter, the handle of a stream (None:
-        the library's own), and `uses` and `end` as `run_kernel` takes them.
+        the library's own), and `uses` as `run_kernel` takes them. With `end`, a GPU marks the end
+        of the launch.
         """
 
 
