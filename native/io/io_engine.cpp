@@ -217,21 +217,21 @@ class UringEngine final : public IoEngine {
   std::vector<IoResult> refused_;
 };
 
-// The results of one engine of threads.
-struct Inbox {
-  std::mutex lock;
-  std::vector<IoResult> results;
-  void put(IoResult result) {
-    const std::lock_guard guard(lock);
-    results.push_back(result);
-  }
-};
-
 }  // namespace
 
 // Threads that run blocking transfers for the engines of one controller.
 class IoThreadPool {
  public:
+  // The results of one engine of threads.
+  struct Inbox {
+    std::mutex lock;
+    std::vector<IoResult> results;
+    void put(IoResult result) {
+      const std::lock_guard guard(lock);
+      results.push_back(result);
+    }
+  };
+
   explicit IoThreadPool(uint32_t threads) {
     try {
       for (uint32_t i = 0; i < threads; ++i) state_->threads.emplace_back([this] { run(); });
@@ -308,7 +308,7 @@ namespace {
 class ThreadedEngine final : public IoEngine {
  public:
   ThreadedEngine(uint32_t capacity, IoThreadPool& pool)
-      : IoEngine(capacity), pool_(pool), inbox_(std::make_shared<Inbox>()) {
+      : IoEngine(capacity), pool_(pool), inbox_(std::make_shared<IoThreadPool::Inbox>()) {
     inbox_->results.reserve(capacity);
   }
 
@@ -333,7 +333,7 @@ class ThreadedEngine final : public IoEngine {
 
  private:
   IoThreadPool& pool_;
-  const std::shared_ptr<Inbox> inbox_;
+  const std::shared_ptr<IoThreadPool::Inbox> inbox_;
 };
 
 }  // namespace

@@ -21,7 +21,6 @@
 namespace fw::native {
 namespace {
 
-constexpr uint32_t kPageBytes = 4096;
 constexpr int64_t kRefreshNs = 1'000'000;
 
 bool is_same_file(int one, int other) {

@@ -22,7 +22,6 @@
 namespace fw::native {
 namespace {
 
-constexpr uint32_t kPageBytes = 4096;
 constexpr uint32_t kIdentifyNamespace = 0;
 constexpr uint32_t kIdentifyController = 1;
 

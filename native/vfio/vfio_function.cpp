@@ -11,10 +11,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/alignment.h"
+
 namespace fw::native::vfio {
 namespace {
 
-constexpr uint64_t kPageBytes = 4096;
 constexpr uint64_t kHugePageBytes = uint64_t(2) << 20;
 
 vfio_region_info region_of(int device, uint32_t index) {
