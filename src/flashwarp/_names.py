@@ -11,7 +11,7 @@ import sys
 import threading  # noqa: F401 - only then does the main thread note its end, see endings.py
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["OLD", "later", "refuse", "renamed"]
 
@@ -91,6 +91,10 @@ def later(
         elif name in rooms:
             found = import_module(f"{package}.{name}")
         else:
+            imports = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+            # `from package import name` would put an error of its own in an AttributeError's place.
+            if imports and name in OLD.get(package, {}):
+                raise ImportError(_moved(package, name), name=package)
             refuse(package, name)
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         setattr(sys.modules[package], name, found)
@@ -104,14 +108,13 @@ def later(
 
 def refuse(owner: str, name: str) -> None:
     """Raise RenamedError if a member of `owner`, or an argument "name=", was renamed."""
-    new = OLD.get(owner, {}).get(name)
-    if new is not None:
-        _refuse(owner, name, new)
+    if name in OLD.get(owner, {}):
+        error = import_module("flashwarp.errors").RenamedError  # which needs this module
+        raise error(_moved(owner, name))
 
 
-def _refuse(owner: str, name: str, new: str) -> NoReturn:
-    error = import_module("flashwarp.errors").RenamedError  # which needs this module
-    raise error(f"{owner}{'()' if name.endswith('=') else ''}: {name} is now {new}")
+def _moved(owner: str, name: str) -> str:
+    return f"{owner}{'()' if name.endswith('=') else ''}: {name} is now {OLD[owner][name]}"
 
 
 def renamed(thing: T) -> T:

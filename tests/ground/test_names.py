@@ -109,6 +109,13 @@ def test_a_renamed_name_is_like_a_missing_one() -> None:
     assert issubclass(RenamedError, TypeError)
 
 
+def test_an_import_of_a_moved_name_says_where_it_is() -> None:
+    with pytest.raises(ImportError, match=r"SSDModel is now flashwarp\.nvme\.SSDModel"):
+        exec("from flashwarp import SSDModel", {})
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec("from flashwarp import nothing", {})
+
+
 def test_a_name_that_never_existed_gets_pythons_error() -> None:
     with pytest.raises(AttributeError, match="module 'flashwarp' has no attribute 'nothing'"):
         _ = fw.nothing
