@@ -27,6 +27,7 @@ __all__ = [
     "QueuePairs",
     "QueueTable",
     "Route",
+    "Transfers",
 ]
 
 Route = Literal["in_place", "bounce", "direct"]
@@ -131,15 +132,11 @@ class QueueCounters(NamedTuple):
     helps: int
 
 
-class QueuePairs(NotCopied):
-    """`count` queue pairs of `depth` entries, ready for a controller and for kernels.
+class Transfers(NamedTuple):
+    """How the commands of queue pairs move their data.
 
-    Parameters
+    Attributes
     ----------
-    device : Device
-        Whose kernels submit.
-    count, depth : int
-        `depth` is a power of two, 2 to 32768.
     route : str
         One of `ROUTES`.
     mapped_base : int
@@ -155,11 +152,33 @@ class QueuePairs(NotCopied):
         has no one address.
     cached_reads : bool
         "direct": whether threads of the CPU device copy what is in the page cache without commands.
+    """
+
+    route: str
+    mapped_base: int = 0
+    buffer_bytes: int = 0
+    leased: bool = False
+    plain_reads: bool = False
+    plain_writes: bool = False
+    parts: Sequence[NamespacePart] = ()
+    cached_reads: bool = False
+
+
+class QueuePairs(NotCopied):
+    """`count` queue pairs of `depth` entries, ready for a controller and for kernels.
+
+    Parameters
+    ----------
+    device : Device
+        Whose kernels submit.
+    count, depth : int
+        `depth` is a power of two, 2 to 32768.
+    transfers : Transfers
+    timeout_s : float
+        Bound of every wait of the device code.
     drive : DriveSide, optional
         A drive serves the pairs, once `address_for_drive` was called. Default: threads do, which
         read doorbells in memory.
-    timeout_s : float
-        Bound of every wait of the device code.
     """
 
     def __init__(
@@ -167,64 +186,70 @@ class QueuePairs(NotCopied):
         device: Device,
         count: int,
         depth: int,
-        route: str,
-        *,
-        mapped_base: int = 0,
-        buffer_bytes: int = 0,
-        leased: bool = False,
-        plain_reads: bool = False,
-        plain_writes: bool = False,
-        parts: Sequence[NamespacePart] = (),
-        cached_reads: bool = False,
-        drive: DriveSide | None = None,
+        transfers: Transfers,
         timeout_s: float,
+        drive: DriveSide | None = None,
     ) -> None:
         self.device = device
         self.count = count
         self.depth = depth
-        self.route = route
+        self.route = transfers.route
+        parts, buffer_bytes = transfers.parts, transfers.buffer_bytes
         self._buffers = (
             pool_of(device).reserve(
                 "slots of queue pairs", count * depth * buffer_bytes, max(4096, buffer_bytes)
             )
-            if route == "bounce" or leased
+            if transfers.route == "bounce" or transfers.leased
             else None
         )
         unit = 1 if drive is None else _RING_ALIGNMENT
         sq_bytes = align_up(depth * _SQE_BYTES, unit)
         cq_bytes = align_up(depth * _CQE_BYTES, unit)
         # Behind the doorbells, one more word shows kernels that the process runs.
-        rings = count * (sq_bytes + cq_bytes + 2 * _DOORBELL_STRIDE)
-        heartbeat_bytes = _DOORBELL_STRIDE
+        ring_bytes = count * (sq_bytes + cq_bytes + 2 * _DOORBELL_STRIDE) + _DOORBELL_STRIDE
         if drive is not None and drive.rings_on_device:
             # Whole pages are exported: the last one is ours, too.
-            nbytes = align_up(rings + heartbeat_bytes, unit) + _RING_ALIGNMENT
-            self._rings = device.allocate(nbytes)
+            self._rings = device.allocate(align_up(ring_bytes, unit) + _RING_ALIGNMENT)
         else:
-            self._rings = device.allocate_host(rings + heartbeat_bytes)
-        ring_begin = align_up(self._rings.address, unit)
-        self.ring_region = ring_begin, rings + heartbeat_bytes
+            self._rings = device.allocate_host(ring_bytes)
+        sq = align_up(self._rings.address, unit)
+        self.ring_region = sq, ring_bytes
         """Address and size of the memory in which the rings lie."""
+        cq = sq + count * sq_bytes
+        doorbells = cq + count * cq_bytes
         pair_bytes = ctypes.sizeof(QueuePairStruct)
         pairs_bytes = count * (pair_bytes + depth * (8 + _DETACHED_BYTES))
         drive_place = pairs_bytes + len(parts) * _PART.size
         drive_bytes = 0 if drive is None else ctypes.sizeof(DriveAddressingStruct)
         self._memory = device.allocate(drive_place + drive_bytes)
         self._extents: DeviceMemory | None = None
-        self._epoch = self._own_epoch = Epoch(device) if leased else None
+        self._epoch = self._own_epoch = Epoch(device) if transfers.leased else None
         # The lease's keeper may come while the structs move into a table.
         self._lock = endings.Lock()
         self.address = self._memory.address
         # What wants to know where the structs lie, called when they have moved.
         self.moved: Callable[[], None] = lambda: None
-        sq, cq = ring_begin, ring_begin + count * sq_bytes
-        doorbells = cq + count * cq_bytes
         # A drive goes on while the process is stopped, so only the clock ends waits for it.
         self.heartbeat = doorbells + 2 * count * _DOORBELL_STRIDE if drive is None else 0
         detached = self.address + count * pair_bytes
         slots = detached + count * depth * _DETACHED_BYTES
-        self.native = []
-        self._structs = (QueuePairStruct * count)()
+        same = QueuePairStruct(
+            data=TransportStruct(
+                mapped_base=transfers.mapped_base,
+                buffer_stride=buffer_bytes,
+                timeout_ns=int(timeout_s * 1e9),
+                path=ROUTES.index(transfers.route),
+                leased=transfers.leased,
+                heartbeat=self.heartbeat,
+            ),
+            plain_reads=transfers.plain_reads,
+            plain_writes=transfers.plain_writes,
+            cached_reads=transfers.cached_reads,
+            parts=self.address + pairs_bytes if parts else 0,
+            part_count=len(parts),
+            depth_log2=depth.bit_length() - 1,
+        )
+        self._structs = (QueuePairStruct * count)(*[same] * count)
         for i, pair in enumerate(self._structs):
             pair.sq = sq + i * sq_bytes
             pair.cq = cq + i * cq_bytes
@@ -238,31 +263,15 @@ class QueuePairs(NotCopied):
                 pair.id = drive.ids[i]
             pair.slots = slots + i * depth * 8
             pair.detached = detached + i * depth * _DETACHED_BYTES
-            pair.data.mapped_base = mapped_base
             if self._buffers is not None:
                 pair.data.buffers = self._buffers.address + i * depth * buffer_bytes
-            pair.data.buffer_stride = buffer_bytes
-            pair.data.timeout_ns = int(timeout_s * 1e9)
-            pair.data.path = ROUTES.index(route)
-            pair.data.heartbeat = self.heartbeat
-            pair.data.leased = int(leased)
-            pair.plain_reads = int(plain_reads)
-            pair.plain_writes = int(plain_writes)
-            pair.cached_reads = int(cached_reads)
-            pair.parts = self.address + pairs_bytes if parts else 0
-            pair.part_count = len(parts)
-            pair.depth_log2 = depth.bit_length() - 1
-            self.native.append(
-                _native.QueuePair(
-                    sq=pair.sq,
-                    cq=pair.cq,
-                    sq_doorbell=pair.sq_doorbell,
-                    cq_doorbell=pair.cq_doorbell,
-                    depth=depth,
-                    id=pair.id,
-                    heartbeat=self.heartbeat,
-                )
+        own = ("sq", "cq", "sq_doorbell", "cq_doorbell", "id")
+        self.native = [
+            _native.QueuePair(
+                **{name: getattr(pair, name) for name in own}, depth=depth, heartbeat=self.heartbeat
             )
+            for pair in self._structs
+        ]
         device.upload(self.address, bytes(self._structs))
         if parts:
             device.upload(self.address + pairs_bytes, NamespacePart.table(parts))

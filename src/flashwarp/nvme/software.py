@@ -16,15 +16,9 @@ from flashwarp._names import renamed
 from flashwarp.config import choice, flag, integer
 from flashwarp.device import CpuDevice, Device
 from flashwarp.device.memory import OwnedStream, Registration
-from flashwarp.errors import (
-    ArgumentError,
-    ClosedError,
-    ControllerError,
-    DeviceError,
-    StorageError,
-)
+from flashwarp.errors import ArgumentError, ClosedError, ControllerError, DeviceError, StorageError
 from flashwarp.nvme.controller import Controller, Destination, Service
-from flashwarp.nvme.queue_pair import ROUTES, NamespacePart, QueuePairs, Route
+from flashwarp.nvme.queue_pair import ROUTES, NamespacePart, QueuePairs, Route, Transfers
 from flashwarp.storage import File, Memory, Namespace, Storage
 from flashwarp.storage.composite import Concatenated, members_of
 from flashwarp.storage.file import Mapping
@@ -39,12 +33,10 @@ _log = logging.getLogger(__name__)
 PAGE_BYTES = 2 << 20
 """Memory page size of the controller (CC.MPS): the largest line needs no PRP list."""
 
-
 # How long an idle thread watches the doorbells before it sleeps. A GPU cannot wake a host thread.
 # While warps copy data, no doorbell changes for up to 2 ms; a thread asleep then notices the next
 # one a timer tick late. Threads of the CPU device serve while they wait.
 _SPIN_NS = {"cuda": 2_000_000, "cpu": 100_000}
-
 
 # Queue pairs of a controller that serves a GPU; a CPU device gets two for each core.
 _QUEUE_PAIRS = 32
@@ -247,19 +239,16 @@ class SoftwareService(Service):
 
     Attributes
     ----------
-    route, reason : str
-        See `Service`.
     threads : int
         Serving threads.
-    in_place_refusal : str
-        See `Service`.
-    needs_wake : bool
-        See `Service`. False while the storage is read in place without commands, and only read.
-    leased : bool
-        See `Service`. Stays true after the lease has ended.
     changes : int
         How often a file that was read in place may have changed since it was attached: what the
         cache holds of it may be old.
+
+    Notes
+    -----
+    `needs_wake` is false while the storage is read in place without commands, and only read.
+    `leased` stays true after the lease has ended.
     """
 
     route = ""
@@ -275,6 +264,7 @@ class SoftwareService(Service):
         device = destination.device
         self.model = settings.model
         self._settings = settings
+        self._without_commands = self.model is None and not settings.commands
         self._served: Storage | None = storage
         self._queues: QueuePairs | None = None
         self._native: _native.SoftwareController | None = None
@@ -283,41 +273,9 @@ class SoftwareService(Service):
         self._stale: StorageError | None = None
         self._refusal = ""
         self._broken = False
-        defaults = config.current()
-        refusal = destination.in_place_refusal
-        without_commands = self.model is None and not settings.commands
-        if not without_commands and _parts_of(storage, device):
-            refusal = refusal or "commands need one address for all of its members"
-            if settings.asked_route == "in_place":
-                raise ArgumentError(f"route='in_place' cannot be had: {refusal}")
-        route, self.reason = choose_route(storage, device, settings.asked_route, refusal)
-        if route == "in_place" and device.kind == "cuda":
-            refusal = self._register(storage, device)
-            if refusal:
-                route, self.reason = choose_route(storage, device, None, refusal)
-        self.in_place_refusal = refusal
-        parts = _parts_of(storage, device) if route == "in_place" else []
-        self._plain_reads = (
-            route == "in_place"
-            and without_commands
-            and (bool(parts) or isinstance(storage, Memory | File))
-        )
-        # What is not in the page cache, and all other transfers, go through the rings.
-        cached_reads = (
-            route == "direct"
-            and without_commands
-            and isinstance(storage, File)
-            and not storage.o_direct
-        )
-        if self._plain_reads:
-            self.reason += ", without commands"
-            # A flush of stores is a command.
-            self.needs_wake = storage.writable
-        if cached_reads:
-            self.reason += (
-                "; what is in the page cache takes no commands, and leaves few lines if a gather "
-                "is of 256 lines or more, none if it is larger than the cache"
-            )
+        self._progress = (0, 0)
+        self._waits = True
+        route, parts = self._choose_route(storage, destination)
         files = [member for member in members_of(storage) if isinstance(member, File)]
         self._files = [file.native for file in files]
         leases = [file.lease for file in files if file.lease is not None]
@@ -329,54 +287,21 @@ class SoftwareService(Service):
             leases = []
             for file in files:
                 file.leave_pages()
+        self._mapped_base = int(storage.native.mapped_base) if route == "in_place" else 0
         # A file that is read in place under a lease may have to go through buffers later.
         buffered = route == "bounce" or bool(leases)
-        count, depth, threads = self._geometry(route, buffered, destination)
-        # A launch that has all cores serves itself whenever it waits; a thread of ours would only
-        # take a core from it. If threads= was given, its threads work nevertheless.
-        asked = settings.threads is not None
-        yields = isinstance(device, CpuDevice) and device.threads >= config.cores() and not asked
-        self.threads = threads
-        self._progress = (0, 0)
-        self._waits = True
-        self._yields = yields
-        self._mapped_base = int(storage.native.mapped_base) if route == "in_place" else 0
+        transfers = Transfers(
+            route,
+            mapped_base=self._mapped_base,
+            buffer_bytes=destination.line_bytes if buffered else 0,
+            leased=bool(leases),
+            plain_reads=self._plain_reads and not parts,
+            plain_writes=self._plain_reads and storage.writable,
+            parts=parts,
+            cached_reads=self._reads_page_cache(storage, route),
+        )
         try:
-            self._queues = QueuePairs(
-                device,
-                count,
-                depth,
-                route,
-                mapped_base=self._mapped_base,
-                buffer_bytes=destination.line_bytes if buffered else 0,
-                leased=bool(leases),
-                plain_reads=self._plain_reads and not parts,
-                parts=parts,
-                plain_writes=self._plain_reads and storage.writable,
-                cached_reads=cached_reads,
-                timeout_s=defaults.timeout_s,
-            )
-            self._owned.callback(self._queues.close)
-            self._native = _native.SoftwareController(
-                storage.native,
-                self._queues.native,
-                [destination.frames] if route == "direct" else self._queues.buffer_regions,
-                threads,
-                PAGE_BYTES,
-                PAGE_BYTES,
-                _SPIN_NS[device.kind],
-                yields,
-                None if self.model is None else self.model.native_parameters(),
-                (*destination.owners, *self._queues.owners),
-            )
-            self._owned.callback(self._native.stop)
-            try:
-                self._native.start()
-            except RuntimeError as error:
-                raise ControllerError(
-                    f"{threads} threads of the controller cannot be started ({error}): raise the "
-                    "limit of processes (ulimit -u), or ask for fewer threads"
-                ) from error
+            self._start(storage, destination, transfers)
             self.route = route
             if leases:
                 self.leased = True
@@ -390,6 +315,77 @@ class SoftwareService(Service):
         except BaseException:
             self.stop()
             raise
+
+    def _choose_route(
+        self, storage: Storage, destination: Destination
+    ) -> tuple[str, list[NamespacePart]]:
+        """Choose how data moves, and say why; return also the parts that are read in place."""
+        device, asked = destination.device, self._settings.asked_route
+        refusal = destination.in_place_refusal
+        if not self._without_commands and _parts_of(storage, device):
+            refusal = refusal or "commands need one address for all of its members"
+            if asked == "in_place":
+                raise ArgumentError(f"route='in_place' cannot be had: {refusal}")
+        route, self.reason = choose_route(storage, device, asked, refusal)
+        if route == "in_place" and device.kind == "cuda":
+            refusal = self._register(storage, device)
+            if refusal:
+                route, self.reason = choose_route(storage, device, None, refusal)
+        self.in_place_refusal = refusal
+        parts = _parts_of(storage, device) if route == "in_place" else []
+        self._plain_reads = (
+            route == "in_place"
+            and self._without_commands
+            and (bool(parts) or isinstance(storage, Memory | File))
+        )
+        if self._plain_reads:
+            self.reason += ", without commands"
+            # A flush of stores is a command.
+            self.needs_wake = storage.writable
+        if self._reads_page_cache(storage, route):
+            self.reason += (
+                "; what is in the page cache takes no commands, and leaves few lines if a gather "
+                "is of 256 lines or more, none if it is larger than the cache"
+            )
+        return route, parts
+
+    def _reads_page_cache(self, storage: Storage, route: str) -> bool:
+        """Whether only what is not in the page cache, and writes, go through the rings."""
+        by_file = isinstance(storage, File) and not storage.o_direct
+        return route == "direct" and self._without_commands and by_file
+
+    def _start(self, storage: Storage, destination: Destination, transfers: Transfers) -> None:
+        """Allocate the queue pairs, and start the threads that serve them."""
+        device, route = destination.device, transfers.route
+        count, depth, self.threads = self._geometry(route, transfers.buffer_bytes != 0, destination)
+        self._queues = QueuePairs(device, count, depth, transfers, config.current().timeout_s)
+        self._owned.callback(self._queues.close)
+        # A launch that has all cores serves itself whenever it waits; a thread of ours would only
+        # take a core from it. If threads= was given, its threads work nevertheless.
+        asked = self._settings.threads is not None
+        self._yields = (
+            isinstance(device, CpuDevice) and device.threads >= config.cores() and not asked
+        )
+        self._native = _native.SoftwareController(
+            storage.native,
+            self._queues.native,
+            [destination.frames] if route == "direct" else self._queues.buffer_regions,
+            self.threads,
+            PAGE_BYTES,
+            PAGE_BYTES,
+            _SPIN_NS[device.kind],
+            self._yields,
+            None if self.model is None else self.model.native_parameters(),
+            (*destination.owners, *self._queues.owners),
+        )
+        self._owned.callback(self._native.stop)
+        try:
+            self._native.start()
+        except RuntimeError as error:
+            raise ControllerError(
+                f"{self.threads} threads of the controller cannot be started ({error}): raise the "
+                "limit of processes (ulimit -u), or ask for fewer threads"
+            ) from error
 
     def _register(self, storage: Storage, device: Device) -> str:
         """Let the device read the storage in place; return why it cannot."""

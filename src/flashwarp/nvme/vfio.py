@@ -32,7 +32,7 @@ from flashwarp.nvme import binding, gpu_mapping
 from flashwarp.nvme.controller import Controller, Destination, Service
 from flashwarp.nvme.drive_extents import DriveExtents, on_drive
 from flashwarp.nvme.drive_namespace import DriveNamespace, drive_errors
-from flashwarp.nvme.queue_pair import DriveAddressingStruct, DriveSide, QueuePairs
+from flashwarp.nvme.queue_pair import DriveAddressingStruct, DriveSide, QueuePairs, Transfers
 from flashwarp.storage import Namespace
 
 __all__ = ["VfioController", "VfioService"]
@@ -352,14 +352,13 @@ class VfioService(Service):
                     device,
                     count,
                     depth,
-                    self.route,
-                    buffer_bytes=line if data is None else 0,
-                    drive=DriveSide(
+                    Transfers(self.route, buffer_bytes=line if data is None else 0),
+                    config.current().timeout_s,
+                    DriveSide(
                         tuple(lease.ids),
                         doorbells,
                         rings_on_device=self.on_gpu and data is not None,
                     ),
-                    timeout_s=config.current().timeout_s,
                 )
                 self._owned.callback(queues.close)
                 if data is None:
