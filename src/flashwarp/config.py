@@ -179,13 +179,6 @@ class Config:
     2 for each disk, 8 for files that host threads copy, none for modelled drives and rows below 256
     bytes. 0: all blocks wait, as many as the GPU runs."""
 
-    batch_workers_low: int = _setting(0, 0, 256)
-    """Fewest workers of an engine of batches. 0: a quarter of the controllers, or of the cores if
-    there is one controller."""
-
-    batch_workers_high: int = _setting(0, 0, 256)
-    """Most workers of an engine of batches. 0: half of the controllers, or of the cores."""
-
     host_optimization: int = _setting(3, 0, 3)
     """Level at which C++ kernels and policies are compiled for the CPU device. A policy takes
     about twice as long at 3 as at 1, and that only once: compiled code is kept."""

@@ -684,9 +684,7 @@ def test_a_read_only_storage_takes_no_writes() -> None:
         )  # fmt: skip
 
 
-def test_limits_of_workers_follow_the_controllers_and_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_limits_of_workers_follow_the_controllers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashwarp.pipeline.engine.cores", lambda: 16)
     assert worker_limits(12) == (3, 6)
     assert worker_limits(1) == (4, 8)
@@ -697,7 +695,3 @@ def test_limits_of_workers_follow_the_controllers_and_settings(
     monkeypatch.setattr("flashwarp.pipeline.engine.cores", lambda: 4)
     assert worker_limits(12) == (3, 4)
     assert worker_limits(32) == (8, 8)
-    monkeypatch.setenv("FLASHWARP_BATCH_WORKERS_HIGH", "2")
-    assert worker_limits(12) == (2, 2)
-    monkeypatch.setenv("FLASHWARP_BATCH_WORKERS_LOW", "1")
-    assert worker_limits(12) == (1, 2)

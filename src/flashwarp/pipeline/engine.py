@@ -92,17 +92,16 @@ def worker_limits(controllers: int, given: int | tuple[int, int] | None = None) 
     """Return the least and the most workers for a storage behind so many controllers.
 
     A quarter and a half of the controllers, or of the cores if there is one; the most is also
-    limited by the cores. `Config` changes either, and `given` both: a number is a fixed count.
+    limited by the cores. `given` replaces both: a number is a fixed count.
     """
     if given is not None:
         low, high = (given, given) if isinstance(given, int) else given
         high = integer("workers", high, 1, _WORKERS_MAX)
         return integer("workers", low, 1, high), high
     count = controllers if controllers > 1 else cores()
-    settings = config.current("batch_workers_low", "batch_workers_high")
-    low, high = -(-count // 4), max(-(-count // 4), min(-(-count // 2), cores()))
-    high = min(settings.batch_workers_high or high, _WORKERS_MAX)
-    return min(settings.batch_workers_low or low, high), high
+    low = -(-count // 4)
+    high = min(max(low, min(-(-count // 2), cores())), _WORKERS_MAX)
+    return min(low, high), high
 
 
 class BatchEngine(endings.OfProcess):
