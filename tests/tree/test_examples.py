@@ -18,6 +18,7 @@ EXAMPLES = ROOT / "examples"
     ("name", "needs", "arguments"),
     [
         ("kernel.py", None, ["cpu"]),
+        ("smooth_rows.py", None, ["--device=cpu"]),
         ("torch_custom_op.py", "torch", ["cpu"]),
         ("two_tower.py", "torch", ["cpu"]),
         ("graphsage.py", "torch", ["cpu"]),
