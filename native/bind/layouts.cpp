@@ -78,7 +78,7 @@ nb::dict layouts() {
                tier_ways, tier, refusals, volume_end)
   FW_STRUCTURE("miss_list", cache::miss_list, state, head, tail, capacity_log2)
   FW_STRUCTURE("list_use", cache::list_use, list, launch, blocks, batch)
-  FW_STRUCTURE("share_table", cache::share_table, words, copies, locks, bucket_bits)
+  FW_STRUCTURE("share_table", cache::share_table, words, copies, locks, overflows, bucket_bits)
   FW_STRUCTURE("array", array<float>, geometry, cache, volume, line_begin, length)
   FW_STRUCTURE("file_state", file_state, size)
   FW_STRUCTURE("file", file, bytes, state, mode, lines_ahead, fixed_size)

@@ -6,16 +6,19 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 import flashwarp as fw
-from flashwarp.array.share_table import ENTRIES_MAX
+from flashwarp._jit import compiler, elf
+from flashwarp.array.share_table import ENTRIES_MAX, ShareTableStruct
 from flashwarp.device import CpuDevice, DeviceMemory
 from flashwarp.errors import ArgumentError, ClosedError, ShareError, StorageError
 from flashwarp.testing.faults import Faulty
+from support.samples import sample
 
 KERNELS = Path(__file__).parents[1] / "support" / "share_kernels.cu"
 HEADER = Path(fw.__file__).parent / "include" / "flashwarp" / "cache" / "share_table.cuh"
@@ -109,7 +112,7 @@ def test_readers_who_hold_nothing_look_into_the_table_first(
     assert seen[:3].tolist() == [101, 100, 101], "the owner, and plain loads after its release"
 
 
-@pytest.mark.parametrize("entries", [8, 1024])
+@pytest.mark.parametrize("entries", [4, 8, 1024])
 def test_additions_of_many_threads_are_all_there(
     program: fw.program.Program, x: fw.Array, own: DeviceMemory, entries: int
 ) -> None:
@@ -134,15 +137,15 @@ def test_additions_of_many_threads_are_all_there(
 def test_full_table_is_a_status(
     program: fw.program.Program, x: fw.Array, own: DeviceMemory
 ) -> None:
-    seen = np.zeros(13, np.uint64)
+    seen = np.zeros(9, np.uint64)
 
     with fw.array.ShareTable(x, entries=1) as table:
         program["fill_table"](x, table.kernel_handle, own, seen)
 
-        assert table.entries == 8
-    assert seen[:9].tolist() == [SUCCESS] * 8 + [FULL]
-    assert seen[9] == 8 * LINE_WORDS + 1, "the line is read where it is"
-    assert seen[10:].tolist() == [SUCCESS] * 3
+        assert table.entries == 4
+    assert seen[:5].tolist() == [SUCCESS] * 4 + [FULL]
+    assert seen[5] == 4 * LINE_WORDS + 1, "the line is read where it is"
+    assert seen[6:].tolist() == [SUCCESS] * 3
 
 
 def test_buffers_that_cannot_be_copies_are_refused(
@@ -287,6 +290,63 @@ FW_KERNEL crowd(fw::array<uint64_t> x, fw::share_table t, uint64_t* own, uint64_
     )
 
 
+# Without the table.
+
+
+PLAIN = """
+#include "flashwarp/array/shared.cuh"
+FW_KERNEL scale(const FW_GRID_CONSTANT fw::array<float> x,
+                const FW_GRID_CONSTANT fw::share_table t, float* own, uint64_t n) {
+  const uint64_t step = fw::base::thread_count();
+#if defined(PLAIN)
+  fw::array<float> s = x;
+#else
+  fw::shared<float> s(x, t);
+#endif
+  for (uint64_t i = fw::base::thread_index(); i < n; i += step) {
+#if !defined(PLAIN)
+    s.acquire(i, own);
+#endif
+    s.store(i, s[i] * 2.0f);
+#if !defined(PLAIN)
+    s.release();
+#endif
+  }
+}
+"""
+
+
+def test_without_the_table_the_same_source_is_plain_accesses(device: CpuDevice) -> None:
+    program = fw.compile(PLAIN, device, defines={"FW_SHARE_TABLE": 0})
+    data = np.arange(3000, dtype=np.float32)
+
+    with fw.open(fw.storage.Memory(data.copy()), "r+", "f4", (3000,), device=device) as x:
+        program["scale"](x, bytes(ShareTableStruct()), None, 3000)
+        x.wait()
+        np.testing.assert_array_equal(x[:], data * 2)
+
+
+@pytest.mark.parametrize("arch", sample(["sm_80", "sm_90"], 2))
+def test_without_the_table_the_code_is_that_of_plain_accesses(arch: str) -> None:
+    text = compiler.Source("plain.cu", PLAIN.encode())
+
+    without = compiler.compile_source(arch, text, options=("-DFW_SHARE_TABLE=0",))
+    plain = compiler.compile_source(arch, text, options=("-DPLAIN",))
+    shared = compiler.compile_source(arch, text)
+
+    assert without.kernels["scale"] == plain.kernels["scale"], "registers, stack, spills"
+    # The assembler lays equal functions out differently, by some instructions of thousands.
+    assert code_bytes(without) == pytest.approx(code_bytes(plain), rel=0.005)
+    assert code_bytes(shared) > 1.2 * code_bytes(plain)
+
+
+def code_bytes(artifact: Any) -> int:
+    """Bytes of code of all functions."""
+    return sum(
+        len(content) for name, content in elf.sections(artifact.cubin) if name.startswith(".text.")
+    )
+
+
 # The host's half.
 
 
@@ -307,7 +367,7 @@ def test_wrong_arguments_are_refused(x: fw.Array) -> None:
         fw.array.ShareTable(np.zeros(3))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("asked", "got"), [(1, 8), (8, 8), (9, 16), (1000, 1024), (1025, 2048)])
+@pytest.mark.parametrize(("asked", "got"), [(1, 4), (4, 4), (5, 8), (1000, 1024), (1025, 2048)])
 def test_room_is_rounded_up(x: fw.Array, asked: int, got: int) -> None:
     with fw.array.ShareTable(x, entries=asked) as table:
         assert table.entries == got

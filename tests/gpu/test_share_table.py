@@ -165,7 +165,7 @@ def test_readers_who_hold_nothing_look_into_the_table_first(
     assert seen == [101, 100, 101, 5, 100, SUCCESS]
 
 
-@pytest.mark.parametrize("entries", [8, 64, 4096])
+@pytest.mark.parametrize("entries", [4, 64, 4096])
 def test_additions_of_all_lanes_are_all_there(
     program: fw.program.Program, x: fw.Array, own: DeviceMemory, entries: int
 ) -> None:
@@ -180,7 +180,7 @@ def test_additions_of_all_lanes_are_all_there(
         x.wait()
         table.check()
         assert values(failed) == [0]
-        assert entries != 8 or values(full)[0] > 0
+        assert entries != 4 or values(full)[0] > 0
 
     expected = np.arange(LINES * LINE_WORDS, dtype=np.uint64)
     for thread in range(LINE_WORDS):

@@ -21,7 +21,7 @@ PLACES = {
     "Cache": "flashwarp.cache.cache",
     "Checkpointer": "flashwarp.checkpoint.checkpointer",
     "Device": "flashwarp.device.base",
-    "Event": "flashwarp.device.base",
+    "Event": "flashwarp.device.streams",
     "Explanation": "flashwarp.explanation",
     "File": "flashwarp.file.file",
     "Future": "flashwarp.array.futures",

@@ -21,7 +21,7 @@
 using namespace fw::stress;
 namespace cache = fw::cache;
 namespace nvme = fw::nvme;
-using View = fw::shared<uint64_t>;
+using View = fw::shared<uint64_t, true>;
 
 namespace {
 
@@ -52,8 +52,12 @@ class Rig {
     cache_->page_bytes = 2 << 20;
     attach(path);
     const uint32_t entries = cache::kShareWays << bucket_bits;
-    table_ = {arena_.allocate<uint64_t>(entries), arena_.allocate<cache::share_copy>(entries),
-              arena_.allocate<uint32_t>(1u << bucket_bits), bucket_bits, 0};
+    table_ = {arena_.allocate<uint64_t>(entries),
+              arena_.allocate<cache::share_copy>(entries),
+              arena_.allocate<uint32_t>(1u << bucket_bits),
+              arena_.allocate<uint32_t>(1u << bucket_bits),
+              bucket_bits,
+              0};
     buffers_ = arena_.allocate<uint64_t>(kThreads * 2 * kLineWords);
   }
   Controllers& controllers() { return controllers_; }
@@ -89,6 +93,9 @@ class Rig {
     const uint32_t entries = cache::kShareWays << table_.bucket_bits;
     for (uint32_t e = 0; e < entries; ++e) {
       if (table_.words[e] != 0) fail("an entry at rest", e, table_.words[e], 0);
+    }
+    for (uint32_t b = 0; b < 1u << table_.bucket_bits; ++b) {
+      if (table_.overflows[b] != 0) fail("an overflow at rest", b, table_.overflows[b], 0);
     }
     fw::kernels::maintenance_params p = {};
     p.cache = cache_;

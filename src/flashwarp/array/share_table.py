@@ -22,7 +22,7 @@ __all__ = ["ENTRIES_MAX", "ShareTable", "ShareTableStruct"]
 ENTRIES_MAX = 1 << 20
 """Most entries of a table: one for each thread that can be on a device."""
 
-_WAYS = 8
+_WAYS = 4
 _WORD_BYTES = 8
 _COPY_BYTES = 16
 _LINE_MASK = (1 << 38) - 1
@@ -45,19 +45,19 @@ class ShareTable(Closing):
         Threads keep copies of its lines. A table serves all arrays of one cache. If you give an
         array, error messages name the lines of that array.
     entries : int
-        Room for copies, from 1 to `ENTRIES_MAX`; rounded up to a power of two of at least 8. Each
-        takes 24.5 bytes of device memory. A line has a choice of 8 entries, so use about twice as
-        many as lines have copies at a time.
+        Lines that can have a copy at a time, from 1 to `ENTRIES_MAX`; rounded up to a power of two
+        of at least 4. Each takes 26 bytes of device memory.
 
     Attributes
     ----------
     entries : int
-        Room for copies, after rounding.
+        Lines that can have a copy at a time, after rounding.
 
     Notes
     -----
-    If there is no room for a line, `acquire` returns a status. The constructor allocates the
-    memory, and `close` frees it. Close the table before its array or cache.
+    If the table is full, `acquire` returns a status. The constructor allocates the memory, and
+    `close` frees it. Close the table before its array or cache. `fw::shared<T, false>` compiles the
+    same source to plain accesses, and so does ``FW_SHARE_TABLE=0`` in the defines of `compile`.
 
     Examples
     --------
@@ -103,7 +103,7 @@ class ShareTable(Closing):
         buckets = 1 << (-(-entries // _WAYS) - 1).bit_length()
         self.entries = buckets * _WAYS
         words, copies = self.entries * _WORD_BYTES, self.entries * _COPY_BYTES
-        self._nbytes = words + copies + buckets * 4
+        self._nbytes = words + copies + buckets * 8
         self._memory = self._device.allocate(self._nbytes)
         cache._keep_for(self)
         self._pid = os.getpid()
@@ -112,6 +112,7 @@ class ShareTable(Closing):
             words=address,
             copies=address + words,
             locks=address + words + copies,
+            overflows=address + words + copies + buckets * 4,
             bucket_bits=buckets.bit_length() - 1,
         )
         self._device.fill(address, 0, self._nbytes)

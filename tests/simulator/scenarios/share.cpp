@@ -9,7 +9,7 @@ namespace {
 namespace cache = fw::cache;
 namespace nvme = fw::nvme;
 using Words = Elements<uint64_t>;
-using View = fw::shared<uint64_t>;
+using View = fw::shared<uint64_t, true>;
 
 // A table, and lines of buffer for each thread, some of them in its block's memory.
 class Table {
@@ -24,6 +24,8 @@ class Table {
     table_.words = reinterpret_cast<uint64_t*>(memory.allocate(words));
     table_.copies = machine.allocate<cache::share_copy>(entries, "share copies");
     table_.locks = machine.allocate<uint32_t>(1u << bucket_bits, "share locks", Sharing::kAtomic);
+    table_.overflows =
+        machine.allocate<uint32_t>(1u << bucket_bits, "share overflows", Sharing::kAtomic);
     table_.bucket_bits = bucket_bits;
     buffers_ = machine.allocate<uint64_t>(uint64_t(threads) * kViews * kLineWords, "own buffers");
     if (of_block) {
@@ -67,6 +69,9 @@ class Table {
     if (!is_empty()) throw Failure("at rest: an entry is left in the share table\n");
     for (uint32_t b = 0; b < 1u << table_.bucket_bits; ++b) {
       if (table_.locks[b] != 0) throw Failure("at rest: a lock of the share table is held\n");
+      if (table_.overflows[b] != 0) {
+        throw Failure("at rest: a bucket counts entries behind it\n");
+      }
     }
   }
 

@@ -7,8 +7,8 @@ HEADER = "flashwarp/array/shared.cuh"
 MUTANTS = (
     Mutant(
         "share-patience-endless",
-        "attempt(waits && looks < kSharePatience);",
-        "attempt(waits);",
+        "return looks_ < kSharePatience;",
+        "return true;",
         "threads that hold a line each wait for the owners of each other's",
         "share",
         width=4,
@@ -22,23 +22,29 @@ MUTANTS = (
     ),
     Mutant(
         "share-closing-missed",
-        "cache::share::state_of(at.word) == cache::share::kFilling;",
-        "cache::share::state_of(at.word) != cache::share::kShared;",
+        "cache::share::state_of(at.word) == cache::share::kFilling) {",
+        "cache::share::state_of(at.word) != cache::share::kShared) {",
         "a reader takes the cache's old bytes while a copy is being written back",
         "share",
     ),
     Mutant(
         "share-block-forgotten",
-        "if (copy.scope == 0 || copy.scope == base::own_scope()) return copy.buffer;",
-        "return copy.buffer;",
+        "if (scope == 0 || scope == base::own_scope()) return {share_result::kJoined",
+        "if (scope != ~0u) return {share_result::kJoined",
         "a thread takes an address in another block's shared memory for its own",
         "share",
     ),
     Mutant(
         "share-store-unguarded",
-        "  const uint32_t stored = access_frame(c, v, here, {line, locked}",
-        "  if (locked) cache::share_unlock(t, line);\n"
-        "  const uint32_t stored = access_frame(c, v, here, {line, locked}",
+        """\
+  if (here.any(claimed)) {
+    store_element<kBytes> op = element;
+""",
+        """\
+  if (claimed) cache::share_end(t, mine.entry, line);
+  if (here.any(claimed)) {
+    store_element<kBytes> op = element;
+""",
         "a line is brought to a buffer while its cached bytes are stored to",
         "share",
     ),

@@ -7,8 +7,8 @@ HEADER = "flashwarp/cache/share_table.cuh"
 MUTANTS = (
     Mutant(
         "share-two-owners",
-        "if (share_find(t, line).entry == kShareNowhere) return true;",
-        "return true;",
+        "if (share_find(t, line).entry == kShareNowhere) {",
+        "if (true) {",
         "two threads make their buffers the copy of one line",
         "share",
     ),
@@ -27,19 +27,16 @@ MUTANTS = (
         "share",
     ),
     Mutant(
-        "share-claim-relaxed",
-        "atomic::store_release(&t.words[entry], share::kFilling | line);",
-        "atomic::store_relaxed(&t.words[entry], share::kFilling | line);",
-        "a reader finds a copy that is being filled, and the cache as it was before the last one",
-        "share",
-        "weak",
-        4,
-        strategy="round-robin",
+        "share-overflow-missed",
+        "    if (atomic::load_acquire(&t.overflows[bucket]) == 0) break;\n",
+        "    break;\n",
+        "a look ends at a full bucket, and misses the copy that lies in the next",
+        "share_full",
     ),
     Mutant(
         "share-open-relaxed",
-        "atomic::store_release(&t.words[entry], share::kShared",
-        "atomic::store_relaxed(&t.words[entry], share::kShared",
+        "atomic::store_release(&t.words[entry],\n                        share::kShared",
+        "atomic::store_relaxed(&t.words[entry],\n                        share::kShared",
         "a user finds a buffer before its bytes",
         "share",
         "weak",
@@ -50,6 +47,15 @@ MUTANTS = (
         "atomic::store_relaxed(&t.words[entry], share::kFree);",
         "a reader finds no copy, and the cache as it was before the copy was written back",
         "share",
+        "weak",
+    ),
+    Mutant(
+        "share-uncount-unfenced",
+        "  // The same for threads that find a bucket's count at 0 and so look no further.\n"
+        "  atomic::fence();\n",
+        "",
+        "a reader whose look ends at a bucket has not seen what was behind it written back",
+        "share_full",
         "weak",
     ),
 )

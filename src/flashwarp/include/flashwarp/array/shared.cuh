@@ -23,10 +23,16 @@
 // so while it holds no other line, or all threads take lines in ascending order. `try_acquire` does
 // not wait. A thread with several views releases those that are not owners first. Every wait drains
 // completions and has the time limit of the array.
+//
+// If FW_SHARE_TABLE is 0 or kOn is false, the same source compiles to plain accesses.
 #pragma once
 
 #include "flashwarp/array/view.cuh"
 #include "flashwarp/cache/share_table.cuh"
+
+#if !defined(FW_SHARE_TABLE)
+#define FW_SHARE_TABLE 1
+#endif
 
 namespace fw {
 
@@ -34,7 +40,7 @@ using share_table = cache::share_table;
 
 // Statuses of shared<T>, besides those of NVMe. Vendor specific, never on the wire.
 inline constexpr uint32_t kShareLater = 0x7FD;        // try_*: it would have to wait; try again
-inline constexpr uint32_t kShareFull = 0x7FC;         // every entry of the line's bucket is taken
+inline constexpr uint32_t kShareFull = 0x7FC;         // every entry of the table is taken
 inline constexpr uint32_t kShareMisaligned = 0x7FB;   // the buffer is not at kShareAlignment
 inline constexpr uint32_t kShareUnreachable = 0x7FA;  // the buffer is on the thread's stack
 inline constexpr uint32_t kShareTimedOut = 0x7F9;     // other users did not release in time
@@ -62,26 +68,26 @@ FW_DEVICE lanes active_on(const cache::volume* v, const cache::share_table& t) {
   return active_on(v).match(reinterpret_cast<uint64_t>(t.words));
 }
 
-// Counts `count` lanes as users of a copy that was found. Returns the copy's buffer; or 0 if the
-// lanes have to wait, as for a copy in another block's shared memory.
-FW_DEVICE uint64_t join_copy(const cache::share_table& t, uint32_t entry, uint64_t line,
-                             uint32_t count, bool patient) {
-  if (!cache::share_join(t, entry, line, count, patient)) return 0;
-  const cache::share_copy copy = atomic::load_plain(&t.copies[entry]);
-  if (copy.scope == 0 || copy.scope == base::own_scope()) return copy.buffer;
-  cache::share_drop(t, entry, count, false);
-  return 0;
-}
-
-// Runs `op` on the frame of the line that each lane asks for. All lanes of `here` call together.
-template <typename Op>
-FW_DEVICE uint32_t access_frame(cache::line_cache* c, cache::volume* v, lanes here,
-                                const cache::request& asked, Op op) {
-  if (!here.any(asked.wants)) return nvme::kSuccess;
-  cache::tally count;
-  const uint32_t status = cache::access<policy>({c->geometry, *c, *v, here}, asked, op, count);
-  count.add_kernel_to(*v, here);
-  return status;
+// Joins the copy of `line` for `count` lanes, or claims its entry for a copy at `buffer`.
+FW_DEVICE cache::share_outcome join_or_claim(const cache::share_table& t, uint64_t line,
+                                             uint64_t buffer, uint32_t count, bool patient) {
+  using cache::share_result;
+  const cache::share_place at = cache::share_find(t, line);
+  if (at.entry == cache::kShareNowhere) {
+    const cache::share_outcome out = cache::share_claim(t, line);
+    if (out.result == share_result::kClaimed) {
+      atomic::store_plain(&t.copies[out.entry], {buffer, base::scope_of(buffer), 0});
+    }
+    return out;
+  }
+  if (!cache::share_join(t, at.entry, line, count, patient)) {
+    return {share_result::kWait, at.entry};
+  }
+  const uint32_t scope = atomic::load_plain(&t.copies[at.entry]).scope;
+  if (scope == 0 || scope == base::own_scope()) return {share_result::kJoined, at.entry};
+  // In another block's shared memory: wait until that block has released it.
+  cache::share_drop(t, at.entry, count, false);
+  return {share_result::kWait, at.entry};
 }
 
 // Tries once to acquire each lane's line. Never waits for other users, but fills what it claims.
@@ -89,41 +95,37 @@ FW_DEVICE uint32_t access_frame(cache::line_cache* c, cache::volume* v, lanes he
 FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::line_cache* c,
                                              cache::volume* v, uint64_t line, uint64_t buffer,
                                              bool patient, held_line& held) {
+  using cache::share_result;
   const lanes here = active_on(v, t);
   const lanes group = here.match(line);
-  const uint32_t users = group.count();
   const uint32_t leader = group.leader();
-  uint32_t status = kShareLater;
-  uint32_t entry = cache::kShareNowhere;
-  uint64_t copy = 0;
-  bool claimed = false;
-  if (group.leads()) {
-    entry = cache::share_find(t, line).entry;
-    if (entry != cache::kShareNowhere) {
-      copy = join_copy(t, entry, line, users, patient);
-      if (copy != 0) status = nvme::kSuccess;
-    } else if (cache::share_lock(t, line)) {
-      entry = cache::share_claim(t, line);
-      cache::share_unlock(t, line);
-      claimed = entry != cache::kShareNowhere;
-      if (!claimed) status = kShareFull;
+  const bool leads = group.leads();
+  cache::share_outcome mine = {share_result::kWait, cache::kShareNowhere};
+  if (leads) mine = join_or_claim(t, line, buffer, group.count(), patient);
+  const bool claimed = mine.result == share_result::kClaimed;
+  uint32_t status = 0;
+  if (here.any(claimed)) {
+    copy_piece<false> op = {0, claimed ? cache::bytes_of_line(*c, *v, line) : 0, buffer};
+    cache::tally count;
+    status = cache::access<policy>({c->geometry, *c, *v, here}, {line, claimed}, op, count);
+    count.add_kernel_to(*v, here);
+    if (claimed && status == nvme::kSuccess) {
+      cache::share_open(t, mine.entry, line, group.count() - 1, base::scope_of(buffer) != 0);
+    } else if (claimed) {
+      // Threads that wait for the line then try to fill it, and get the error too.
+      cache::share_end(t, mine.entry, line);
     }
   }
-  const copy_piece<false> op = {0, claimed ? cache::bytes_of_line(*c, *v, line) : 0, buffer};
-  const uint32_t filled = access_frame(c, v, here, {line, claimed}, op);
-  if (claimed) {
-    status = filled;
-    copy = buffer;
-    // Threads that wait for a line that could not be read try to fill it, and get the error too.
-    if (filled == nvme::kSuccess) cache::share_open(t, entry, line, users - 1, buffer);
-    if (filled != nvme::kSuccess) cache::share_end(t, entry);
-  }
+  if (leads && mine.result == share_result::kWait) status = kShareLater;
+  if (leads && mine.result == share_result::kFull) status = kShareFull;
+  uint64_t copy = 0;
+  if (leads && status == nvme::kSuccess) copy = atomic::load_plain(&t.copies[mine.entry]).buffer;
   // The leader has acquired the copy for its group.
   here.sync();
   status = here.take(status, leader);
   copy = here.take(copy, leader);
-  entry = here.take(entry, leader);
-  if (status == nvme::kSuccess) held = {line, copy, entry, claimed, false};
+  const uint32_t entry = here.take(mine.entry, leader);
+  if (status == nvme::kSuccess) held = {line, copy, entry, leads && claimed, false};
   return status;
 }
 
@@ -146,14 +148,22 @@ FW_DEVICE_NOINLINE uint32_t try_release_line(cache::share_table t, cache::line_c
   const bool alone = held.owner && cache::share::references(word) == 0;
   const bool modified = (word & cache::share::kModified) != 0 || held.stored;
   const bool writes = alone && modified && keep;
-  const copy_piece<true> op = {0, writes ? cache::bytes_of_line(*c, *v, held.line) : 0,
-                               held.buffer};
-  const uint32_t status = access_frame(c, v, here, {held.line, writes, writes}, op);
+  uint32_t status = 0;
+  if (here.any(writes)) {
+    copy_piece<true> op = {0, writes ? cache::bytes_of_line(*c, *v, held.line) : 0, held.buffer};
+    cache::tally count;
+    status =
+        cache::access<policy>({c->geometry, *c, *v, here}, {held.line, writes, writes}, op, count);
+    count.add_kernel_to(*v, here);
+  }
   if (!held.owner) return nvme::kSuccess;
   if (!alone) return kShareLater;
-  // If it could not be written, only this buffer has the newest bytes: it stays the copy.
-  if (status == nvme::kSuccess) cache::share_end(t, held.entry);
-  if (status != nvme::kSuccess) cache::share_reopen(t, held.entry, true);
+  if (status == nvme::kSuccess) {
+    cache::share_end(t, held.entry, held.line);
+  } else {
+    // Only this buffer has the newest bytes: it stays the copy.
+    cache::share_reopen(t, held.entry, true);
+  }
   return status;
 }
 
@@ -162,34 +172,44 @@ template <uint32_t kBytes>
 FW_DEVICE_NOINLINE uint32_t try_load_copy(cache::share_table t, uint32_t entry, uint64_t line,
                                           uint64_t offset, bool patient,
                                           typename atomic::raw<kBytes>::type& value) {
-  const uint64_t copy = join_copy(t, entry, line, 1, patient);
-  if (copy == 0) return kShareLater;
-  value = atomic::raw<kBytes>::load_any(reinterpret_cast<const char*>(copy) + offset);
+  if (!cache::share_join(t, entry, line, 1, patient)) return kShareLater;
+  const cache::share_copy copy = atomic::load_plain(&t.copies[entry]);
+  const bool reachable = copy.scope == 0 || copy.scope == base::own_scope();
+  if (reachable) {
+    value = atomic::raw<kBytes>::load_any(reinterpret_cast<const char*>(copy.buffer) + offset);
+  }
   cache::share_drop(t, entry, 1, false);
-  return nvme::kSuccess;
+  return reachable ? uint32_t(nvme::kSuccess) : kShareLater;
 }
 
-// Tries once to store to a line that the lane does not hold: to its copy, or to the cache while the
-// lock of its bucket keeps other threads from making a copy.
+// Tries once to store to a line that the lane does not hold: to its copy, or to the cache while an
+// entry keeps other threads from making a copy.
 template <uint32_t kBytes>
 FW_DEVICE_NOINLINE uint32_t try_store_copy(cache::share_table t, cache::line_cache* c,
                                            cache::volume* v, uint64_t line, bool patient,
-                                           store_element<kBytes> element) {
+                                           const store_element<kBytes>& element) {
+  using cache::share_result;
   const lanes here = active_on(v, t);
-  const uint32_t entry = cache::share_find(t, line).entry;
-  uint32_t status = kShareLater;
-  bool locked = false;
-  if (entry == cache::kShareNowhere) {
-    locked = cache::share_lock(t, line);
-  } else if (const uint64_t copy = join_copy(t, entry, line, 1, patient)) {
-    atomic::raw<kBytes>::store_any(reinterpret_cast<char*>(copy) + element.offset, element.value);
-    cache::share_drop(t, entry, 1, true);
-    status = nvme::kSuccess;
+  const cache::share_outcome mine = join_or_claim(t, line, 0, 1, patient);
+  if (mine.result == share_result::kJoined) {
+    char* copy = reinterpret_cast<char*>(atomic::load_plain(&t.copies[mine.entry]).buffer);
+    atomic::raw<kBytes>::store_any(copy + element.offset, element.value);
+    cache::share_drop(t, mine.entry, 1, true);
   }
-  const uint32_t stored = access_frame(c, v, here, {line, locked}, element);
-  if (!locked) return status;
-  cache::share_unlock(t, line);
-  return stored;
+  const bool claimed = mine.result == share_result::kClaimed;
+  uint32_t status = mine.result == share_result::kJoined ? uint32_t(nvme::kSuccess) : kShareLater;
+  if (here.any(claimed)) {
+    store_element<kBytes> op = element;
+    cache::tally count;
+    const uint32_t got =
+        cache::access<policy>({c->geometry, *c, *v, here}, {line, claimed}, op, count);
+    count.add_kernel_to(*v, here);
+    if (claimed) {
+      status = got;
+      cache::share_end(t, mine.entry, line);
+    }
+  }
+  return status;
 }
 
 // Does one step of a wait for other users of a table.
@@ -197,9 +217,37 @@ FW_DEVICE_NOINLINE void help_share(cache::line_cache* c, cache::volume* v, uint3
   cache::help_any(*c, *v, active_on(v), step);
 }
 
+// The wait of one thread for other users of a table.
+class share_wait {
+ public:
+  FW_DEVICE share_wait(cache::line_cache* c, cache::volume* v)
+      : cache_(c), volume_(v), limit_(v->queues[0].data) {}
+
+  // Whether the thread still leaves a closing copy to its owner.
+  FW_DEVICE bool patient() const { return looks_ < kSharePatience; }
+
+  // Does one step. Returns false after the time limit, which it records for `line`.
+  FW_DEVICE bool again(uint64_t line, uint32_t opcode) {
+    if (limit_.passed()) {
+      cache::record_error(*volume_, kShareTimedOut, opcode, line);
+      return false;
+    }
+    base::opaque (&help_share)(cache_, volume_, step_++);
+    looks_++;
+    return true;
+  }
+
+ private:
+  cache::line_cache* cache_;
+  cache::volume* volume_;
+  nvme::deadline limit_;
+  uint32_t looks_ = 0;
+  uint32_t step_ = 2 * (warp::index() + base::spread_index());
+};
+
 }  // namespace detail
 
-template <typename T>
+template <typename T, bool kOn = FW_SHARE_TABLE != 0>
 class shared {
  public:
   using value_type = typename array<T>::value_type;
@@ -246,18 +294,13 @@ class shared {
       array_.refuse(i);
       return nvme::kLbaOutOfRange;
     }
-    const uint64_t line = array_.line_of(i);
-    const detail::store_element<sizeof(T)> element = {array_.offset_of(i),
-                                                      detail::bit_cast<word>(value)};
-    if (holds(line)) {
-      raw::store_any(reinterpret_cast<char*>(held_.buffer) + element.offset, element.value);
+    const word bits = detail::bit_cast<word>(value);
+    if (holds(array_.line_of(i))) {
+      raw::store_any(reinterpret_cast<char*>(held_.buffer) + array_.offset_of(i), bits);
       held_.stored = true;
       return nvme::kSuccess;
     }
-    return retry(line, nvme::kWrite, true, [&](bool patient) {
-      return base::opaque(&detail::try_store_copy<sizeof(T)>)(table_, array_.cache, array_.volume,
-                                                              line, patient, element);
-    });
+    return store_elsewhere(i, bits);
   }
 
   // What the view holds. Other users may store to `buffer`, which has the elements of the line.
@@ -275,23 +318,6 @@ class shared {
 
   FW_DEVICE bool holds(uint64_t line) const { return holds_line() && held_.line == line; }
 
-  // Calls `attempt(patient)` until it returns anything but kShareLater; once unless it `waits`.
-  // After the time limit, which it records for `line`, it returns kShareTimedOut.
-  template <typename Attempt>
-  FW_DEVICE uint32_t retry(uint64_t line, uint32_t opcode, bool waits, Attempt attempt) const {
-    nvme::deadline limit(array_.volume->queues[0].data);
-    uint32_t step = 2 * (warp::index() + base::spread_index());
-    for (uint32_t looks = 0;; looks++) {
-      const uint32_t got = attempt(waits && looks < kSharePatience);
-      if (got != kShareLater || !waits) return got;
-      if (limit.passed()) {
-        cache::record_error(*array_.volume, kShareTimedOut, opcode, line);
-        return kShareTimedOut;
-      }
-      base::opaque (&detail::help_share)(array_.cache, array_.volume, step++);
-    }
-  }
-
   FW_DEVICE uint32_t acquire(uint64_t i, value_type* own, bool waits) {
     if (i >= array_.length) {
       array_.refuse(i);
@@ -304,45 +330,63 @@ class shared {
     if (base::is_private(buffer)) return kShareUnreachable;
     const uint32_t released = release(true, waits);
     if (released != nvme::kSuccess) return released;
-    return retry(line, nvme::kRead, waits, [&](bool patient) {
+    detail::share_wait wait(array_.cache, array_.volume);
+    while (true) {
       // Pass the address of a copy, so that `held_` stays in registers.
       detail::held_line found = kNothing;
       const uint32_t got = base::opaque(&detail::try_acquire_line)(
-          table_, array_.cache, array_.volume, line, buffer, patient, found);
+          table_, array_.cache, array_.volume, line, buffer, waits && wait.patient(), found);
       held_ = found;
-      return got;
-    });
+      if (got != kShareLater || !waits) return got;
+      if (!wait.again(line, nvme::kRead)) return kShareTimedOut;
+    }
   }
 
   FW_DEVICE uint32_t release(bool keep, bool waits) {
     if (!holds_line()) return nvme::kSuccess;
-    const uint32_t got = retry(held_.line, nvme::kWrite, waits, [&](bool) {
-      return base::opaque(&detail::try_release_line)(table_, array_.cache, array_.volume, held_,
-                                                     keep);
-    });
-    if (got == kShareTimedOut) cache::share_reopen(table_, held_.entry, false);
+    detail::share_wait wait(array_.cache, array_.volume);
+    uint32_t got = kShareLater;
+    while (true) {
+      got =
+          base::opaque(&detail::try_release_line)(table_, array_.cache, array_.volume, held_, keep);
+      if (got != kShareLater || !waits) break;
+      if (!wait.again(held_.line, nvme::kWrite)) {
+        cache::share_reopen(table_, held_.entry, false);
+        return kShareTimedOut;
+      }
+    }
     if (got == nvme::kSuccess) held_ = kNothing;
     return got;
   }
 
   FW_DEVICE value_type load_elsewhere(uint64_t i) const {
     const uint64_t line = array_.line_of(i);
-    word value = {};
-    bool cached = false;
-    const uint32_t got = retry(line, nvme::kRead, true, [&](bool patient) {
+    detail::share_wait wait(array_.cache, array_.volume);
+    while (true) {
       const cache::share_place at = cache::share_find(table_, line);
       // No thread has stored to a copy that is FILLING: the cache has the newest bytes.
-      cached = at.entry == cache::kShareNowhere ||
-               cache::share::state_of(at.word) == cache::share::kFilling;
-      if (cached) return uint32_t(nvme::kSuccess);
-      word copied;
-      const uint32_t status = base::opaque(&detail::try_load_copy<sizeof(T)>)(
-          table_, at.entry, line, array_.offset_of(i), patient, copied);
-      value = copied;
-      return status;
-    });
-    if (cached) return array_[i];
-    return got == nvme::kSuccess ? detail::bit_cast<value_type>(value) : value_type();
+      if (at.entry == cache::kShareNowhere ||
+          cache::share::state_of(at.word) == cache::share::kFilling) {
+        return array_[i];
+      }
+      word value;
+      const uint32_t got = base::opaque(&detail::try_load_copy<sizeof(T)>)(
+          table_, at.entry, line, array_.offset_of(i), wait.patient(), value);
+      if (got == nvme::kSuccess) return detail::bit_cast<value_type>(value);
+      if (!wait.again(line, nvme::kRead)) return value_type();
+    }
+  }
+
+  FW_DEVICE uint32_t store_elsewhere(uint64_t i, word bits) const {
+    const uint64_t line = array_.line_of(i);
+    const detail::store_element<sizeof(T)> element = {array_.offset_of(i), bits};
+    detail::share_wait wait(array_.cache, array_.volume);
+    while (true) {
+      const uint32_t got = base::opaque(&detail::try_store_copy<sizeof(T)>)(
+          table_, array_.cache, array_.volume, line, wait.patient(), element);
+      if (got != kShareLater) return got;
+      if (!wait.again(line, nvme::kWrite)) return kShareTimedOut;
+    }
   }
 
   array<T> array_;
@@ -350,24 +394,52 @@ class shared {
   detail::held_line held_ = kNothing;
 };
 
+// Without a table: plain accesses to the array. Has no `discard`, `buffer`, `holds_line` and
+// `owns_line`, which need a copy.
+template <typename T>
+class shared<T, false> {
+ public:
+  using value_type = typename array<T>::value_type;
+
+  FW_DEVICE shared(const array<T>& a, const share_table&) : array_(a) {}
+  FW_DEVICE uint32_t acquire(uint64_t, value_type*) { return nvme::kSuccess; }
+  FW_DEVICE uint32_t try_acquire(uint64_t, value_type*) { return nvme::kSuccess; }
+  FW_DEVICE uint32_t release() { return nvme::kSuccess; }
+  FW_DEVICE uint32_t try_release() { return nvme::kSuccess; }
+  FW_DEVICE value_type load(uint64_t i) const { return array_[i]; }
+  FW_DEVICE value_type operator[](uint64_t i) const { return array_[i]; }
+  // The host raises failures, as it does for array::store.
+  FW_DEVICE uint32_t store(uint64_t i, value_type value) {
+    array_.store(i, value);
+    return nvme::kSuccess;
+  }
+
+ private:
+  array<T> array_;
+};
+
 namespace warp {
 
 // As the methods. All lanes of the warp call together, each with its own view and with the same
 // arguments, and use one line. When `release` has returned to any lane, `own` is free again.
-template <typename T>
-FW_DEVICE uint32_t acquire(fw::shared<T>& s, uint64_t i, typename array<T>::value_type* own) {
+template <typename T, bool kOn>
+FW_DEVICE uint32_t acquire(fw::shared<T, kOn>& s, uint64_t i, typename array<T>::value_type* own) {
   const uint32_t status = s.acquire(i, own);
-  lanes::all().sync();
+  if constexpr (kOn) lanes::all().sync();
   return status;
 }
-template <typename T>
-FW_DEVICE uint32_t release(fw::shared<T>& s) {
-  // Each lane's uses of the line come before any lane's release.
-  lanes::all().sync();
-  const uint32_t status = s.release();
-  lanes::all().sync();
-  const lanes failed = lanes::all().ballot(status != nvme::kSuccess);
-  return failed ? lanes::all().broadcast(status, failed.leader()) : status;
+template <typename T, bool kOn>
+FW_DEVICE uint32_t release(fw::shared<T, kOn>& s) {
+  uint32_t status = 0;
+  if constexpr (kOn) {
+    // Each lane's uses of the line come before any lane's release.
+    lanes::all().sync();
+    status = s.release();
+    lanes::all().sync();
+    const lanes failed = lanes::all().ballot(status != nvme::kSuccess);
+    if (failed) status = lanes::all().broadcast(status, failed.leader());
+  }
+  return status;
 }
 
 }  // namespace warp

@@ -12,9 +12,10 @@
 // of block    the copy is in one block's shared memory, so threads of other blocks cannot use it
 // references  users beside the owner; the copy stays until they have left
 //
-// A line has at most one entry, in the line's bucket, because a thread claims it under the bucket's
-// lock. The lock is only tried. It is held for a look at the bucket, or while a thread stores to a
-// line that has no copy.
+// A line has at most one entry, because a thread claims it under the lock of the line's bucket. The
+// lock is only tried, and held for one look at the table. If a bucket is full, the entry goes to a
+// later bucket, and each bucket on the way counts it. So a look ends at the first bucket that
+// counts none.
 #pragma once
 
 #include "flashwarp/cache/line_state.cuh"
@@ -31,16 +32,17 @@ static_assert(sizeof(share_copy) == 16);
 
 // Passed by value, as arrays are.
 struct share_table {
-  uint64_t* words;     // kShareWays << bucket_bits
-  share_copy* copies;  // one for each word
-  uint32_t* locks;     // one for each bucket
+  uint64_t* words;      // kShareWays << bucket_bits
+  share_copy* copies;   // one for each word
+  uint32_t* locks;      // one for each bucket
+  uint32_t* overflows;  // one for each bucket: entries that passed it because it was full
   uint32_t bucket_bits;
   uint32_t reserved;
 };
-static_assert(sizeof(share_table) == 32);
+static_assert(sizeof(share_table) == 40);
 
-// Entries of a bucket: their words fill half a line of a GPU's cache.
-inline constexpr uint32_t kShareWays = 8;
+// Entries of a bucket: their words fill one 32-byte sector.
+inline constexpr uint32_t kShareWays = 4;
 // The most entries of a table: one for each thread that can be on a device.
 inline constexpr uint32_t kShareEntriesMax = 1u << 20;
 
@@ -76,49 +78,86 @@ struct share_place {
 };
 inline constexpr uint32_t kShareNowhere = ~0u;
 
+FW_DEVICE uint32_t share_bucket_after(const share_table& t, uint32_t bucket) {
+  return (bucket + 1) & ((1u << t.bucket_bits) - 1);
+}
 // Fibonacci hashing puts neighbouring lines, and lines at any stride, into buckets far apart.
 FW_DEVICE uint32_t share_bucket_of(const share_table& t, uint64_t line) {
   if (t.bucket_bits == 0) return 0;
   return uint32_t((line * 0x9E3779B97F4A7C15u) >> (64 - t.bucket_bits));
 }
 
-// Looks for the entry of `line`, without locks: reads the words of its bucket.
+// Looks for the entry of `line`, without locks. Reads one sector and one word if its bucket has not
+// overflowed.
 FW_DEVICE share_place share_find(const share_table& t, uint64_t line) {
-  const uint32_t end = (share_bucket_of(t, line) + 1) * kShareWays;
-  for (uint32_t entry = end - kShareWays; entry < end; entry += 2) {
-    // Acquire: a thread that finds no copy sees all that the last owner wrote back.
-    const atomic::pair64 two = atomic::load_acquire_pair(&t.words[entry]);
-    if (share::is_of(two.first, line)) return {entry, two.first};
-    if (share::is_of(two.second, line)) return {entry + 1, two.second};
+  uint32_t bucket = share_bucket_of(t, line);
+  for (uint32_t n = 0; n < 1u << t.bucket_bits; n++) {
+    const uint32_t first = bucket * kShareWays;
+    // Acquire, here and of the count below: a thread that finds no copy sees all that the last
+    // owner wrote back.
+    const atomic::pair64 a = atomic::load_acquire_pair(&t.words[first]);
+    const atomic::pair64 b = atomic::load_acquire_pair(&t.words[first + 2]);
+    if (share::is_of(a.first, line)) return {first, a.first};
+    if (share::is_of(a.second, line)) return {first + 1, a.second};
+    if (share::is_of(b.first, line)) return {first + 2, b.first};
+    if (share::is_of(b.second, line)) return {first + 3, b.second};
+    if (atomic::load_acquire(&t.overflows[bucket]) == 0) break;
+    bucket = share_bucket_after(t, bucket);
   }
   return {kShareNowhere, 0};
 }
 
-// Tries to lock the bucket of `line`, for which no entry was found. Only the lock's holder may give
-// the line an entry; others wait for it, so it waits for the cache at most.
-FW_DEVICE_NOINLINE bool share_lock(const share_table t, uint64_t line) {
-  uint32_t* const lock = &t.locks[share_bucket_of(t, line)];
-  if (!atomic::try_lock(lock)) return false;
-  // Look again: another thread may have claimed one since.
-  if (share_find(t, line).entry == kShareNowhere) return true;
-  atomic::unlock(lock);
-  return false;
-}
-FW_DEVICE void share_unlock(const share_table& t, uint64_t line) {
-  atomic::unlock(&t.locks[share_bucket_of(t, line)]);
+// Subtracts an entry in bucket `last` from the counts of the buckets that it passed.
+FW_DEVICE void share_uncount(const share_table& t, uint64_t line, uint32_t last) {
+  for (uint32_t b = share_bucket_of(t, line); b != last; b = share_bucket_after(t, b)) {
+    atomic::add_relaxed(&t.overflows[b], ~0u);
+  }
 }
 
-// Gives `line` an entry, FILLING. Its bucket is locked. Returns kShareNowhere if that is full.
-FW_DEVICE uint32_t share_claim(const share_table& t, uint64_t line) {
-  const uint32_t end = (share_bucket_of(t, line) + 1) * kShareWays;
-  for (uint32_t entry = end - kShareWays; entry < end; entry++) {
-    // Acquire: the last owner's use of the entry is over.
-    if (atomic::load_acquire(&t.words[entry]) != share::kFree) continue;
-    // Release: readers of FILLING load from the cache what the last owner of the line wrote there.
-    atomic::store_release(&t.words[entry], share::kFilling | line);
-    return entry;
-  }
+// Takes a free entry for `line`, FILLING, in the first bucket with room. The line's lock is held.
+FW_DEVICE uint32_t share_take(const share_table& t, uint64_t line) {
+  const uint32_t home = share_bucket_of(t, line);
+  uint32_t bucket = home;
+  do {
+    for (uint32_t way = 0; way < kShareWays; way++) {
+      const uint32_t entry = bucket * kShareWays + way;
+      // Compare-and-swap, because a line of another bucket may take the entry first. Acquire: the
+      // last owner's use of the entry is over.
+      if (atomic::load_relaxed(&t.words[entry]) != share::kFree) continue;
+      if (atomic::cas_acq_rel(&t.words[entry], share::kFree, share::kFilling | line)) return entry;
+    }
+    // Count the entry before it is there: a thread that knows of the entry then finds it.
+    atomic::add_relaxed(&t.overflows[bucket], 1u);
+    bucket = share_bucket_after(t, bucket);
+  } while (bucket != home);
+  // Full. Each bucket was passed once.
+  for (uint32_t b = 0; b < 1u << t.bucket_bits; b++) atomic::add_relaxed(&t.overflows[b], ~0u);
   return kShareNowhere;
+}
+
+enum class share_result : uint32_t {
+  kJoined,   // the caller is counted as a user
+  kClaimed,  // the entry is the caller's, FILLING
+  kWait,     // the copy is being filled or closed, or the lock is held: try again later
+  kFull,     // every entry of the table is taken
+};
+struct share_outcome {
+  share_result result;
+  uint32_t entry;
+};
+
+// Claims an entry for `line`, for which none was found. One lane; never waits.
+FW_DEVICE_NOINLINE share_outcome share_claim(const share_table t, uint64_t line) {
+  uint32_t* lock = &t.locks[share_bucket_of(t, line)];
+  if (!atomic::try_lock(lock)) return {share_result::kWait, kShareNowhere};
+  share_outcome out = {share_result::kWait, kShareNowhere};
+  // Look again: another thread may have claimed one since.
+  if (share_find(t, line).entry == kShareNowhere) {
+    out.entry = share_take(t, line);
+    out.result = out.entry == kShareNowhere ? share_result::kFull : share_result::kClaimed;
+  }
+  atomic::unlock(lock);
+  return out;
 }
 
 // Whether a copy accepts a new user. A SHARED copy does. A CLOSING copy rejects patient callers, so
@@ -158,11 +197,10 @@ FW_DEVICE void share_drop(const share_table& t, uint32_t entry, uint32_t count, 
 // Makes the owner's filled buffer the copy, with `users` beside the owner. Release: its bytes and
 // its address.
 FW_DEVICE void share_open(const share_table& t, uint32_t entry, uint64_t line, uint32_t users,
-                          uint64_t buffer) {
-  const uint32_t scope = base::scope_of(buffer);
-  atomic::store_plain(&t.copies[entry], {buffer, scope, 0});
-  atomic::store_release(&t.words[entry], share::kShared | (scope != 0 ? share::kOfBlock : 0) |
-                                             line | users * share::kReferenceOne);
+                          bool of_block) {
+  const uint64_t scope = of_block ? share::kOfBlock : 0;
+  atomic::store_release(&t.words[entry],
+                        share::kShared | scope | line | users * share::kReferenceOne);
 }
 
 // Closes the copy for its owner, who may take it back once it has no users. Returns its word.
@@ -183,9 +221,12 @@ FW_DEVICE void share_reopen(const share_table& t, uint32_t entry, bool modified)
       });
 }
 
-// Ends an entry: from now on its line is in the cache. Release: what was written there.
-FW_DEVICE void share_end(const share_table& t, uint32_t entry) {
+// Ends the entry of `line`: from now on the line is in the cache. Release: what was written there.
+FW_DEVICE void share_end(const share_table& t, uint32_t entry, uint64_t line) {
   atomic::store_release(&t.words[entry], share::kFree);
+  // The same for threads that find a bucket's count at 0 and so look no further.
+  atomic::fence();
+  share_uncount(t, line, entry / kShareWays);
 }
 
 }  // namespace fw::cache
