@@ -94,13 +94,16 @@ def test_pieces_that_do_not_end_are_an_error_in_time() -> None:
     told: list[BaseException] = []
     crew.broken = told.append
     pieces = Pieces(crew, 0.3)
-    answer = threading.Event()
+    taken, answer = threading.Event(), threading.Event()
     stuck: list[int] = []
 
     def act(number: int) -> None:
         if threading.current_thread().name.startswith("flashwarp-checkpoint"):
             stuck.append(number)
+            taken.set()
             answer.wait(WAIT_S)
+        else:
+            assert taken.wait(WAIT_S), "no thread of the crew takes a piece"
 
     jobs = ((1 << 20, lambda n=number: act(n)) for number in range(100))
     with pytest.raises(WaitTimeout, match="none of them has ended") as caught:
