@@ -64,7 +64,8 @@ _CONTROLLER = (
 )
 _FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-DFW_SIMULATOR")
 # The runtime is compiled once; scenarios are compiled often and run for seconds, a mutant of one of
-# them for a tenth of a second.
+# them for a tenth of a second. With warps, `active` must stand in its callers, as on a GPU: in one
+# function for all, lanes at different places would meet there, and every mutant would be found.
 _RUNTIME_LEVEL = "-O2"
 _SCENARIO_LEVEL = "-O1"
 _MUTANT_LEVEL = "-O0"
@@ -301,11 +302,12 @@ def build_program(
     headers = _header_digest()
     changed = "" if mutant is None else mutated_text(mutant)
     policy_options, policy_text = _policy(policy)
+    level = _SCENARIO_LEVEL if mutant is None or width > 1 else _MUTANT_LEVEL
     key = content_key(
         _compiler().encode(),
         headers,
         *(path.read_bytes() for path in sources),
-        f"{width} {flags} {policy} {policy_text} {changed}".encode(),
+        f"{level} {width} {flags} {policy} {policy_text} {changed}".encode(),
     )
     program = _directory() / f"program-{key[:32]}"
     if program.exists():
@@ -315,7 +317,6 @@ def build_program(
         includes = _includes()
         if mutant is not None:
             includes = [_copy_with(mutant, changed, Path(folder)), *includes]
-        level = _SCENARIO_LEVEL if mutant is None else _MUTANT_LEVEL
         options = [*_FLAGS, level, *flags, f"-DFW_WARP_WIDTH={width}", *policy_options]
         built = Path(folder) / "scenarios.o"
         _compile_all([(_as_one(sources, built), built)], [*options, *includes])
