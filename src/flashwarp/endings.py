@@ -316,6 +316,8 @@ class Holder:
         failure = self.close()
         if failure is not None:
             raise failure
+        # Nothing holds it any more: what it holds need not wait for the garbage collector.
+        self._thing = lambda: None
 
 
 def close_all(device: object = None) -> BaseException | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -95,3 +97,27 @@ def test_a_lost_checkpointer_names_itself_and_keeps_its_versions(tmp_path: Path)
     with fw.Checkpointer(tmp_path, "cpu", "64 KiB", "256 KiB") as again:
         assert again.versions() == [1]
     left.check()
+
+
+def test_an_array_that_only_a_lost_pipeline_held_closes_without_the_garbage_collector(
+    tmp_path: Path,
+) -> None:
+    np.save(tmp_path / "rows.npy", ROWS)
+    x = fw.open(tmp_path / "rows.npy", "r+", device="cpu", cache="16 KiB", line=512)
+    x[:8] = 2 * ROWS[:8]
+    attachment = x._attachment
+    pipeline = fw.Pipeline(x, 8, library="numpy")
+
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            del x, pipeline
+            end = time.monotonic() + 60
+            while not attachment.closed and time.monotonic() < end:
+                time.sleep(0.01)
+    finally:
+        gc.enable()
+
+    assert attachment.closed
+    assert (np.load(tmp_path / "rows.npy")[:8] == 2 * ROWS[:8]).all()

@@ -1,7 +1,7 @@
 """`Route`: how the rows of a batch travel, and what routes have in common.
 
 There are three: *in place* (the GPU reads the storage itself), *staged* (host threads and a pinned
-ring) and *host* (the CPU device). `choose` takes one for each pipeline.
+ring) and *host* (the CPU device). `choice.choose_route` takes one for each pipeline.
 """
 
 # The methods are documented once, by `Route`.
