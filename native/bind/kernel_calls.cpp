@@ -100,7 +100,13 @@ bool pack_float(const Param& param, nb::handle argument, uint8_t* place) {
   const double value = PyFloat_AsDouble(argument.ptr());
   if (param.nbytes == sizeof(double)) return store(place, value);
   if (param.nbytes == 2) {
-    if (PyFloat_Pack2(value, reinterpret_cast<char*>(place), 1) == 0) return true;
+    // PyFloat_Pack2 would do, but the limited API lacks it.
+    const nb::object half = nb::steal(PyObject_CallMethod(nb::module_::import_("struct").ptr(),
+                                                          "pack", "sO", "<e", argument.ptr()));
+    if (half.is_valid()) {
+      std::memcpy(place, PyBytes_AsString(half.ptr()), param.nbytes);
+      return true;
+    }
     PyErr_Clear();  // it is too large
     return false;
   }
