@@ -32,8 +32,10 @@ OLD: dict[str, dict[str, str]] = {
         "VfioController": "flashwarp.nvme.VfioController",
     },
     "flashwarp.errors": {"DataPathError": "RouteError"},
+    "flashwarp.transfer": {"Ticket": "Copy"},
     # Waiting: `wait` blocks the host, and `before` makes a stream wait.
     "Array": {"controller": "service", "synchronize": "wait"},
+    "CopyEngine": {"copy_batch": "copy_pieces", "synchronize": "wait"},
     "Device": {"synchronize": "wait"},
     "Event": {"wait_on": "before"},
     "Future": {"wait_on": "before"},

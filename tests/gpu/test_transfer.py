@@ -72,10 +72,10 @@ def test_a_copy_sees_what_the_producing_stream_writes_last(device, engine, ring)
         with torch.cuda.stream(stream):
             tensor.fill_(value)
             buffer = ring.take()
-            ticket = engine.copy(buffer, tensor)  # after torch's current stream
-            ticket.before(stream)
+            copy = engine.copy(buffer, tensor)  # after torch's current stream
+            copy.before(stream)
             tensor.fill_(-1)  # must not be seen
-        ticket.wait(10)
+        copy.wait(10)
         assert (buffer.as_numpy().view(np.float32) == value).all()
         buffer.release()
 
@@ -87,10 +87,10 @@ def test_a_copy_returns_at_once_and_words_hold_it(device, engine, ring):
     buffer = ring.take()
     begin = time.perf_counter()
     landed.hold(engine, Direction.TO_DEVICE, 1)
-    ticket = engine.copy(there, buffer, after=())
+    copy = engine.copy(there, buffer, after=())
     assert time.perf_counter() - begin < 0.5
     with pytest.raises(DeviceTimeout):
-        ticket.wait(0.05)
+        copy.wait(0.05)
 
     def land() -> None:
         buffer.as_numpy()[:] = 7
@@ -98,7 +98,7 @@ def test_a_copy_returns_at_once_and_words_hold_it(device, engine, ring):
 
     thread = threading.Thread(target=land)
     thread.start()
-    ticket.wait(10)
+    copy.wait(10)
     thread.join()
     assert bool((there == 7).all())
 
@@ -111,7 +111,7 @@ def test_a_batch_arrives(device, engine, piece):
     there = torch.zeros(count * piece, dtype=torch.uint8, device="cuda")
     places = np.random.default_rng(2).permutation(count) * piece
 
-    engine.copy_batch(
+    engine.copy_pieces(
         [there.data_ptr() + int(at) for at in places],
         [here.address + i * piece for i in range(count)],
         [piece] * count,
@@ -132,7 +132,7 @@ def test_buffers_are_not_lent_while_they_are_copied(device, engine):
             slow(stream)
             engine.copy(there, buffer, after=stream)
             buffer.release()
-        engine.synchronize()
+        engine.wait()
         assert bool((there == 19).all())
 
 

@@ -19,6 +19,7 @@ from flashwarp.errors import FlashwarpError, RenamedError
 PLACES = {
     "Array": "flashwarp.array.array",
     "Cache": "flashwarp.cache.cache",
+    "CopyEngine": "flashwarp.transfer.engine",
     "Checkpointer": "flashwarp.checkpoint.checkpointer",
     "Device": "flashwarp.device.base",
     "Event": "flashwarp.device.streams",

@@ -91,7 +91,7 @@ def check_a_copy_in_steady_state_creates_nothing() -> None:
         for turn in range(200):
             engine.copy(there, here, 64 if turn % 2 else None, after=stream)
             engine.copy(here, there, 64, after=stream).before(stream)
-        engine.synchronize(10)
+        engine.wait(10)
 
         assert [fake().fake_count(each) for each in COUNTED] == before
 
@@ -103,14 +103,14 @@ def check_a_copy_waits_for_the_producer_and_the_consumer_for_the_copy() -> None:
     there_bytes = np.full(64, 3, np.uint8)
     with CopyEngine(device) as engine:
         fake().fake_pend(producer.handle)
-        ticket = engine.copy(here, there, after=producer)
-        ticket.before(consumer)
-        assert not ticket.done()
+        copy = engine.copy(here, there, after=producer)
+        copy.before(consumer)
+        assert not copy.done()
         assert not here.as_numpy().any()
         # What the producer writes before its end is what is copied.
         ctypes.memmove(there.address, there_bytes.ctypes.data, 64)
         fake().fake_pend(0)
-        ticket.wait(10)
+        copy.wait(10)
 
         assert (here.as_numpy() == 3).all()
         own = engine._copiers[Direction.TO_HOST]._queue.handle  # type: ignore[attr-defined]
@@ -254,7 +254,7 @@ def check_a_batch_is_one_call() -> None:
     here.as_numpy()[:] = np.arange(6400) % 256
     places = np.random.default_rng(0).permutation(100) * 64
     with CopyEngine(device) as engine:
-        engine.copy_batch(
+        engine.copy_pieces(
             [there.address + int(at) for at in places],
             [here.address + int(at) for at in places],
             [64] * 100,
@@ -285,7 +285,7 @@ def batch_is_copied_one_by_one() -> None:
     before = fake().fake_count(b"cuMemcpyAsync")
     with CopyEngine(device) as engine:
         starts = range(0, 256, 64)
-        engine.copy_batch(
+        engine.copy_pieces(
             [there.address + at for at in starts],
             [here.address + at for at in starts],
             [64] * 4,
@@ -306,7 +306,7 @@ def check_what_would_block_or_lie_is_refused() -> None:
         with pytest.raises(ArgumentError, match="needs after="):
             engine.copy(there.address, here, 64)
         with pytest.raises(ArgumentError, match="go different ways"):
-            engine.copy_batch([there, here], [here, there], [64, 64], after=())
+            engine.copy_pieces([there, here], [here, there], [64, 64], after=())
         assert engine.in_flight == 0
 
 
@@ -319,8 +319,8 @@ def check_a_stream_in_a_capture_is_refused() -> None:
         with pytest.raises(CaptureError, match="before or after the capture"):
             engine.copy(there, here, after=stream)
         # A copy beside it does not end the capture.
-        ticket = engine.copy(there, here, after=())
-        ticket.wait(10)
+        copy = engine.copy(there, here, after=())
+        copy.wait(10)
         assert fake().fake_capture_end() == 1
 
 
@@ -338,7 +338,7 @@ def check_a_refused_copy_raises_at_once_and_frees_its_event() -> None:
             buffer.release()
         engine.copy(there, here, after=()).wait(10)
         assert fake().fake_count(b"cuEventCreate") == events
-        engine.synchronize(10)  # the errors were seen
+        engine.wait(10)  # the errors were seen
     ring.close()
 
 
@@ -350,9 +350,9 @@ def check_a_fault_reaches_every_ticket() -> None:
     first, second = (engine.copy(there, here, after=()) for _ in range(2))
     fake().fake_fault(ILLEGAL_ADDRESS)
 
-    for ticket in (first, second):
+    for copy in (first, second):
         with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
-            ticket.wait(10)
+            copy.wait(10)
     engine.close()
 
 

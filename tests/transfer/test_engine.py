@@ -1,4 +1,4 @@
-"""The copy engine on the CPU device: tickets, the order of copies, and how they end."""
+"""The copy engine on the CPU device: copies, the order of copies, and how they end."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def some(count: int = 1000, seed: int = 0) -> np.ndarray:
 def test_a_copy_has_arrived_when_its_ticket_is_done(engine: CopyEngine) -> None:
     source, target = some(), np.zeros(1000, np.int64)
 
-    ticket = engine.copy(target, source)
-    ticket.wait(10)
+    copy = engine.copy(target, source)
+    copy.wait(10)
 
-    assert ticket.done()
-    assert ticket.error is None
-    assert ticket.nbytes == 8000
+    assert copy.done()
+    assert copy.error is None
+    assert copy.nbytes == 8000
     np.testing.assert_array_equal(target, source)
 
 
@@ -81,13 +81,13 @@ def test_copies_of_one_direction_run_in_order(engine: CopyEngine, word: Word) ->
     values, target = [some(1 << 14, seed) for seed in range(20)], np.zeros(1 << 14, np.int64)
     word.hold(engine, WITHIN, 1)
 
-    tickets = [engine.copy(target, each) for each in values]
-    assert not any(ticket.done() for ticket in tickets)
+    copies = [engine.copy(target, each) for each in values]
+    assert not any(copy.done() for copy in copies)
     assert not target.any()
     word.store(1)
-    tickets[-1].wait(10)
+    copies[-1].wait(10)
 
-    assert all(ticket.done() for ticket in tickets)
+    assert all(copy.done() for copy in copies)
     np.testing.assert_array_equal(target, values[-1])
 
 
@@ -121,10 +121,10 @@ def test_a_batch_is_one_ticket(engine: CopyEngine) -> None:
     sources = [some(100 + seed, seed) for seed in range(10)]
     targets = [np.zeros_like(each) for each in sources]
 
-    ticket = engine.copy_batch(targets, sources, [each.nbytes for each in sources])
-    ticket.wait(10)
+    copy = engine.copy_pieces(targets, sources, [each.nbytes for each in sources])
+    copy.wait(10)
 
-    assert ticket.nbytes == sum(each.nbytes for each in sources)
+    assert copy.nbytes == sum(each.nbytes for each in sources)
     for target, source in zip(targets, sources, strict=True):
         np.testing.assert_array_equal(target, source)
 
@@ -133,7 +133,7 @@ def test_nothing_to_copy_is_done_at_once(engine: CopyEngine) -> None:
     empty = np.zeros(0, np.int64)
 
     assert engine.copy(empty, empty).done()
-    assert engine.copy_batch([], [], []).done()
+    assert engine.copy_pieces([], [], []).done()
 
 
 def test_both_sides_live_until_the_copy_has_ended(engine: CopyEngine, word: Word) -> None:
@@ -141,10 +141,10 @@ def test_both_sides_live_until_the_copy_has_ended(engine: CopyEngine, word: Word
     expected = some(1 << 16)
     word.hold(engine, WITHIN, 1)
 
-    ticket = engine.copy(target, expected.copy())  # nobody else holds the source
+    copy = engine.copy(target, expected.copy())  # nobody else holds the source
     np.full(1 << 16, -1)
     word.store(1)
-    ticket.wait(10)
+    copy.wait(10)
 
     np.testing.assert_array_equal(target, expected)
 
@@ -157,14 +157,14 @@ def test_a_released_buffer_is_not_lent_while_it_is_copied(
         buffer = ring.take(timeout_s=10)
         buffer.as_numpy()[:] = 9
         word.hold(engine, TO_DEVICE, 1)
-        ticket = engine.copy(target, buffer, direction=TO_DEVICE)
+        copy = engine.copy(target, buffer, direction=TO_DEVICE)
         buffer.release()
 
         assert ring.try_take() is None
         word.store(1)
         ring.take(timeout_s=10).as_numpy()[:] = 1
 
-        assert ticket.done()
+        assert copy.done()
         assert (target == 9).all()
 
 
@@ -192,14 +192,14 @@ def mapped(path: Path) -> np.ndarray:
 def test_an_error_is_kept_until_it_is_seen(engine: CopyEngine, tmp_path: Path) -> None:
     source = mapped(tmp_path / "file")
     os.truncate(tmp_path / "file", 0)
-    ticket = engine.copy(bytearray(64 << 10), source)
+    copy = engine.copy(bytearray(64 << 10), source)
 
     with pytest.raises(ArgumentError, match=r"piece 0 .* could not be read"):
-        ticket.wait(10)
+        copy.wait(10)
     with pytest.raises(ArgumentError, match="could not be read"):
-        ticket.done()
-    assert isinstance(ticket.error, ArgumentError)
-    engine.synchronize(10)  # seen, so not raised again
+        copy.done()
+    assert isinstance(copy.error, ArgumentError)
+    engine.wait(10)  # seen, so not raised again
 
 
 def test_an_error_that_nobody_saw_is_raised_at_the_end(device: CpuDevice, tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_what_cannot_be_copied_is_refused(
 
 def test_a_batch_of_unequal_lists_is_refused(engine: CopyEngine) -> None:
     with pytest.raises(ArgumentError, match="1 targets, 0 sources and 2 sizes"):
-        engine.copy_batch([bytearray(1)], [], [1, 1])
+        engine.copy_pieces([bytearray(1)], [], [1, 1])
 
 
 # The end.
@@ -261,15 +261,15 @@ def test_a_batch_of_unequal_lists_is_refused(engine: CopyEngine) -> None:
 def test_close_waits_for_copies_and_says_what_it_waited_for(device: CpuDevice, word: Word) -> None:
     engine, target = CopyEngine(device), np.zeros(1000, np.int64)
     word.hold(engine, WITHIN, 1)
-    ticket = engine.copy(target, some())
+    copy = engine.copy(target, some())
 
     with pytest.raises(DeviceTimeout, match=r"1 within the device.*not stored"):
         engine.close(timeout_s=0.05)
-    assert not ticket.done()
+    assert not copy.done()
 
     word.store(1)
     engine.close(10)
-    assert ticket.done()
+    assert copy.done()
     np.testing.assert_array_equal(target, some())
 
 
@@ -311,7 +311,7 @@ device = CpuDevice(1)
 engine, ring = CopyEngine(device), TransferClient(device, "tests", "8 MiB", "1 MiB")
 source, target = np.ones(16 << 20, np.uint8), np.zeros(16 << 20, np.uint8)
 for _ in range(20):
-    ticket = engine.copy(target, source)
+    copy = engine.copy(target, source)
 print("queued", flush=True)
 """
 

@@ -26,7 +26,7 @@ from flashwarp.errors import ClosedError
 from flashwarp.transfer import LinkBandwidth
 
 if TYPE_CHECKING:
-    from flashwarp.transfer import CopyEngine, Ticket, TransferBuffer, TransferClient
+    from flashwarp.transfer import Copy, CopyEngine, TransferBuffer, TransferClient
 
 __all__ = ["LINKS", "Mover", "Pending", "Reader", "Writer"]
 
@@ -73,21 +73,21 @@ class _Part:
 class Pending:
     """Copies that are queued on a GPU, or nothing to wait for."""
 
-    def __init__(self, tickets: list[Ticket] | None = None) -> None:
-        self._tickets = tickets or []
+    def __init__(self, copies: list[Copy] | None = None) -> None:
+        self._copies = copies or []
 
     def wait(self, timeout_s: float) -> None:
         """Block until all are over; raises what failed, or DeviceTimeout."""
-        for ticket in self._tickets:
-            ticket.wait(timeout_s)
+        for copy in self._copies:
+            copy.wait(timeout_s)
 
     def before(self, stream: object) -> None:
         """Make later work on a stream wait for them."""
-        for ticket in self._tickets:
-            ticket.before(stream)
+        for copy in self._copies:
+            copy.before(stream)
 
     def __bool__(self) -> bool:
-        return bool(self._tickets)
+        return bool(self._copies)
 
 
 def host_view(address: int, nbytes: int) -> memoryview:
@@ -151,28 +151,28 @@ class Mover(endings.Closing):
     def capture(self, sources: list[Bytes], tier: Tier, entry: Entry) -> Pending:
         """Copy a user's arrays into a version's block, in the order of the user's streams."""
         base = tier.block(entry)
-        tickets: list[Ticket] = []
+        copies: list[Copy] = []
         for source in sources:
             target = base + entry.offsets[source.region.name]
             nbytes = source.region.nbytes
             if source.on_device:
-                tickets += self._copies(target, source.address, nbytes, source.stream)
+                copies += self._copies(target, source.address, nbytes, source.stream)
             else:
                 self._host_to_tier(target, source.address, nbytes, tier.on_host)
-        return Pending(tickets)
+        return Pending(copies)
 
     def deliver(self, tier: Tier, entry: Entry, targets: list[Bytes]) -> Pending:
         """Copy regions of a version's block into a user's arrays."""
         base = tier.block(entry)
-        tickets: list[Ticket] = []
+        copies: list[Copy] = []
         for target in targets:
             source = base + entry.offsets[target.region.name]
             nbytes = target.region.nbytes
             if target.on_device:
-                tickets += self._copies(target.address, source, nbytes, target.stream)
+                copies += self._copies(target.address, source, nbytes, target.stream)
             else:
                 self._tier_to_host(target.address, source, target.region, tier.on_host)
-        return Pending(tickets)
+        return Pending(copies)
 
     # Between tiers.
 
@@ -195,8 +195,8 @@ class Mover(endings.Closing):
             self._host_copy(target, source, nbytes)
             self.moved(link, nbytes, began_ns)
         else:
-            for ticket in self._copies(target, source, nbytes, ()):
-                ticket.wait(self.timeout_s)
+            for copy in self._copies(target, source, nbytes, ()):
+                copy.wait(self.timeout_s)
 
     # Between memory and storage.
 
@@ -264,8 +264,8 @@ class Mover(endings.Closing):
             return
         assert self._staging is not None
         with _lent(self._staging, self.timeout_s) as buffer:
-            for ticket in self._copies(buffer, part.address + offset, size, part.after):
-                ticket.wait(self.timeout_s)
+            for copy in self._copies(buffer, part.address + offset, size, part.after):
+                copy.wait(self.timeout_s)
             yield host_view(buffer.address, size)
 
     def load_block(
@@ -321,8 +321,8 @@ class Mover(endings.Closing):
             assert self._staging is not None
             with _lent(self._staging, self.timeout_s) as buffer:
                 reader.read_into(part.region, offset, host_view(buffer.address, size))
-                for ticket in self._copies(part.address + offset, buffer, size, part.after):
-                    ticket.wait(self.timeout_s)
+                for copy in self._copies(part.address + offset, buffer, size, part.after):
+                    copy.wait(self.timeout_s)
 
         done = self._pieces.move(self._jobs(parts, load), wanted, ending)
         if done:
@@ -361,7 +361,7 @@ class Mover(endings.Closing):
     def _host_copy(self, target: int, source: int, nbytes: int) -> None:
         ctypes.memmove(target, source, nbytes)
 
-    def _copies(self, target: object, source: object, nbytes: int, after: object) -> list[Ticket]:
+    def _copies(self, target: object, source: object, nbytes: int, after: object) -> list[Copy]:
         if not nbytes:
             return []
         if self.engine is None:

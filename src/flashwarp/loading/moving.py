@@ -37,10 +37,10 @@ from flashwarp.loading.progress import Progress
 from flashwarp.storage import files
 from flashwarp.storage.file import Mapping as FileMapping
 from flashwarp.transfer import (
+    Copy,
     CopyEngine,
     Direction,
     Gatherer,
-    Ticket,
     TransferBuffer,
     TransferClient,
 )
@@ -409,7 +409,7 @@ class _Mover:
     # In the threads.
 
     def _thread(self) -> None:
-        copies: deque[Ticket] = deque()
+        copies: deque[Copy] = deque()
         end: BaseException | None = None
         try:
             self._work(copies)
@@ -422,7 +422,7 @@ class _Mover:
                 end = end or error
         self._ends.put(end)
 
-    def _work(self, copies: deque[Ticket]) -> None:
+    def _work(self, copies: deque[Copy]) -> None:
         while True:
             while copies and copies[0].over():
                 copies.popleft().wait(0)
@@ -446,7 +446,7 @@ class _Mover:
                 buffer.release()
             self._done.append(sum(piece.nbytes for piece in chunk.pieces))
 
-    def _deliver(self, chunk: _Chunk, buffer: TransferBuffer) -> list[Ticket]:
+    def _deliver(self, chunk: _Chunk, buffer: TransferBuffer) -> list[Copy]:
         targets = [piece.address for piece in chunk.pieces]
         begin = buffer.address - chunk.begin
         sources = [begin + piece.offset for piece in chunk.pieces]
@@ -455,7 +455,7 @@ class _Mover:
             for target, source, nbytes in zip(targets, sources, sizes, strict=True):
                 ctypes.memmove(target, source, nbytes)
             return []
-        copy = self._engine.copy_batch(
+        copy = self._engine.copy_pieces(
             targets, sources, sizes, after=self._streams, direction=Direction.TO_DEVICE
         )
         buffer.joins(copy)

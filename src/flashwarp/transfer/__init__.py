@@ -6,23 +6,26 @@ its part. `DeviceQueue` queues copies on a GPU and signals their ends, for the d
 and `LinkBandwidth` says how fast a link has been. Nothing here knows what is moved.
 """
 
+from flashwarp import _names
 from flashwarp.transfer.bandwidth import LinkBandwidth
 from flashwarp.transfer.buffer import TransferBuffer
+from flashwarp.transfer.copies import Copy, Direction
 from flashwarp.transfer.device_queue import DeviceQueue
 from flashwarp.transfer.engine import CopyEngine
 from flashwarp.transfer.gatherer import Gatherer
 from flashwarp.transfer.pool import Pool, TransferClient, pool_of
-from flashwarp.transfer.ticket import Direction, Ticket
 
 __all__ = [
+    "Copy",
     "CopyEngine",
     "DeviceQueue",
     "Direction",
     "Gatherer",
     "LinkBandwidth",
     "Pool",
-    "Ticket",
     "TransferBuffer",
     "TransferClient",
     "pool_of",
 ]
+
+__getattr__, __dir__ = _names.later(__name__, {})

@@ -35,7 +35,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class InFlight(Protocol):
-    """A copy, as far as a buffer needs it; every `Ticket` is one."""
+    """A copy, as far as a buffer needs it: a `Copy` is one."""
 
     def over(self) -> bool:
         """Return whether it has ended, well or not."""

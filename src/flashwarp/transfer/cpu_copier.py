@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from flashwarp import _native, endings
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError, FlashwarpError
 from flashwarp.transfer.bandwidth import LinkBandwidth
-from flashwarp.transfer.ticket import After, Piece, Ticket
+from flashwarp.transfer.copies import After, Copy, Piece
 
 __all__ = ["CpuCopier"]
 
@@ -27,46 +27,46 @@ class CpuCopier:
         self._native = _native.HostCopier()
         self._pid = os.getpid()
         self._lock = endings.Lock()
-        self._tickets: deque[Ticket] = deque()
-        self._failed: list[Ticket] = []
+        self._copies: deque[Copy] = deque()
+        self._failed: list[Copy] = []
 
-    def submit(self, ticket: Ticket, pieces: Sequence[Piece], after: After) -> None:
+    def submit(self, copy: Copy, pieces: Sequence[Piece], after: After) -> None:
         try:
-            for each in after.tickets:
+            for each in after.copies:
                 copier = each.copier
                 if isinstance(copier, CpuCopier) and copier is not self:
                     self._native.wait_word(copier._native.ended_address, each.number)
-            self._native.copy_and_append(list(pieces), self._tickets, ticket)
+            self._native.copy_and_append(list(pieces), self._copies, copy)
         except RuntimeError as error:
             raise _refusal(error) from error
 
     def sweep(self) -> None:
-        if self._tickets and os.getpid() == self._pid:
+        if self._copies and os.getpid() == self._pid:
             endings.holding([self._lock], self._sweep)
 
     def _sweep(self) -> None:
-        """Read the results, end their tickets, and only then forget them."""
+        """Read the results, note the ends, and only then forget the results."""
         ended = {result[0]: result[1:] for result in self._native.results()}
-        while self._tickets and self._tickets[0].number in ended:
-            ticket = self._tickets[0]
-            failed, nanoseconds, withdrawn = ended[ticket.number]
-            error = _error(ticket, failed, withdrawn)
-            if error is None and ticket.nbytes >= _MEASURED_BYTES_MIN:
-                self._bandwidth.record(ticket.nbytes, nanoseconds)
+        while self._copies and self._copies[0].number in ended:
+            copy = self._copies[0]
+            failed, nanoseconds, withdrawn = ended[copy.number]
+            error = _error(copy, failed, withdrawn)
+            if error is None and copy.nbytes >= _MEASURED_BYTES_MIN:
+                self._bandwidth.record(copy.nbytes, nanoseconds)
             if error is not None:
-                self._failed.append(ticket)
-            ticket.end(error)
-            self._tickets.popleft()
+                self._failed.append(copy)
+            copy.end(error)
+            self._copies.popleft()
         if ended:
             self._native.forget(max(ended))
 
     def in_flight(self) -> int:
         self.sweep()
-        return len(self._tickets)
+        return len(self._copies)
 
-    def order_before(self, ticket: Ticket, stream: int) -> None:  # noqa: ARG002
+    def order_before(self, copy: Copy, stream: int) -> None:  # noqa: ARG002
         """Block: launches on the CPU run at once, so none could wait for the copy later."""
-        ticket.wait()
+        copy.wait()
 
     def take_failures(self) -> list[FlashwarpError]:
         failed, self._failed = self._failed, []
@@ -83,14 +83,14 @@ def _refusal(error: RuntimeError) -> DeviceError | ClosedError:
     return DeviceError(f"the thread that copies cannot be started: {error}")
 
 
-def _error(ticket: Ticket, failed: int, withdrawn: bool) -> FlashwarpError | None:
+def _error(copy: Copy, failed: int, withdrawn: bool) -> FlashwarpError | None:
     if withdrawn:
         return ClosedError(
-            f"a copy of {ticket.nbytes} bytes was withdrawn: its engine was closed first"
+            f"a copy of {copy.nbytes} bytes was withdrawn: its engine was closed first"
         )
     if failed >= 0:
         return ArgumentError(
-            f"piece {failed} of a copy of {ticket.nbytes} bytes could not be read: its source is a "
+            f"piece {failed} of a copy of {copy.nbytes} bytes could not be read: its source is a "
             "mapped file that became shorter, or whose storage failed"
         )
     return None

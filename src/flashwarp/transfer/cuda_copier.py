@@ -12,8 +12,8 @@ from flashwarp.device.base import quietly
 from flashwarp.errors import ArgumentError, DeviceError, DeviceTimeout, FlashwarpError
 from flashwarp.transfer.bandwidth import LinkBandwidth
 from flashwarp.transfer.buffer import PIECE_BYTES
+from flashwarp.transfer.copies import After, Copy, Direction, Piece
 from flashwarp.transfer.device_queue import DeviceQueue
-from flashwarp.transfer.ticket import After, Direction, Piece, Ticket
 
 __all__ = ["CudaCopier", "direction_of"]
 
@@ -27,7 +27,7 @@ _MEASURED_BYTES_MIN = 1 << 20
 
 
 class CudaCopier:
-    """A queue, the tickets of its copies in order, and events. `Copier` documents the methods."""
+    """A queue, its copies in order, and events. `Copier` documents the methods."""
 
     # ruff: noqa: D102
 
@@ -35,8 +35,8 @@ class CudaCopier:
         self._context = device.context
         self._bandwidth = bandwidth
         self._lock = endings.Lock()
-        self._tickets: deque[Ticket] = deque()
-        self._failed: list[Ticket] = []
+        self._copies: deque[Copy] = deque()
+        self._failed: list[Copy] = []
         self._queue = DeviceQueue(device)
         self._context.provide_events(_SWEPT_AT)
         # Those of the copy that is measured.
@@ -45,67 +45,67 @@ class CudaCopier:
 
     # Copies.
 
-    def submit(self, ticket: Ticket, pieces: Sequence[Piece], after: After) -> None:
-        for each in after.tickets:
+    def submit(self, copy: Copy, pieces: Sequence[Piece], after: After) -> None:
+        for each in after.copies:
             if each.copier is not self and not each.over():
                 self._context.wait_event(self._queue.handle, each.event)
-        if ticket.nbytes >= _MEASURED_BYTES_MIN and self._timers:
-            ticket.begin, ticket.event = self._timers.pop()
+        if copy.nbytes >= _MEASURED_BYTES_MIN and self._timers:
+            copy.begin, copy.event = self._timers.pop()
         else:
-            ticket.event = self._take_event()
-        ticket.number = 0
+            copy.event = self._take_event()
+        copy.number = 0
         try:
-            end = End(ticket.event, self._tickets, ticket)
-            whole = _without_seams(pieces, ticket.direction)
-            self._queue.copy(whole, after.streams, ticket.begin, end)
+            end = End(copy.event, self._copies, copy)
+            whole = _without_seams(pieces, copy.direction)
+            self._queue.copy(whole, after.streams, copy.begin, end)
         except FlashwarpError as error:
-            if ticket in self._tickets:
-                ticket.number = 1  # what was queued before the failure ends later
-                ticket.refusal = error
+            if copy in self._copies:
+                copy.number = 1  # what was queued before the failure ends later
+                copy.refusal = error
             else:
-                self._return_events(ticket)
+                self._return_events(copy)
             raise
 
     def _take_event(self) -> int:
         waited = None
-        if len(self._tickets) >= _SWEPT_AT:
+        if len(self._copies) >= _SWEPT_AT:
             waited = _waiting.until(lambda: self.in_flight() < _IN_FLIGHT_MAX, TIMEOUT_S)
         if waited is not None:
             raise DeviceTimeout(
-                f"{len(self._tickets)} copies are in flight, and none ended in {waited:.1f} s "
+                f"{len(self._copies)} copies are in flight, and none ended in {waited:.1f} s "
                 f"(limit {TIMEOUT_S:g} s): a word that they wait for was not stored, or the "
                 "work that they come after still runs"
             )
         return self._context.take_event()
 
     def sweep(self) -> None:
-        if self._tickets and self._context.usable:
+        if self._copies and self._context.usable:
             endings.holding([self._lock], self._sweep)
 
     def _sweep(self) -> None:
         try:
-            while self._tickets and self._context.event_done(self._tickets[0].event):
+            while self._copies and self._context.event_done(self._copies[0].event):
                 self._end_first(None)
         except DeviceError as error:
             # A fault: nothing runs on the GPU any more.
-            while self._tickets:
+            while self._copies:
                 self._end_first(error)
 
     def _end_first(self, error: FlashwarpError | None) -> None:
-        ticket = self._tickets[0]
-        error = error or ticket.refusal
-        if error is None and ticket.begin:
-            nanoseconds = self._context.elapsed_ns(ticket.begin, ticket.event)
-            self._bandwidth.record(ticket.nbytes, nanoseconds)
+        copy = self._copies[0]
+        error = error or copy.refusal
+        if error is None and copy.begin:
+            nanoseconds = self._context.elapsed_ns(copy.begin, copy.event)
+            self._bandwidth.record(copy.nbytes, nanoseconds)
         if error is not None:
-            self._failed.append(ticket)
-        ticket.end(error)
-        self._return_events(ticket)
-        self._tickets.popleft()
+            self._failed.append(copy)
+        copy.end(error)
+        self._return_events(copy)
+        self._copies.popleft()
 
-    def _return_events(self, ticket: Ticket) -> None:
+    def _return_events(self, copy: Copy) -> None:
         """Take events back, once; what an interrupt loses is destroyed at the end."""
-        begin, event, ticket.begin, ticket.event = ticket.begin, ticket.event, 0, 0
+        begin, event, copy.begin, copy.event = copy.begin, copy.event, 0, 0
         if begin:
             self._timers.append((begin, event))
         elif event:
@@ -113,17 +113,17 @@ class CudaCopier:
 
     def in_flight(self) -> int:
         self.sweep()
-        return len(self._tickets)
+        return len(self._copies)
 
     # Order.
 
-    def order_before(self, ticket: Ticket, stream: int) -> None:
-        endings.holding([self._lock], lambda: self._order_before(ticket, stream))
+    def order_before(self, copy: Copy, stream: int) -> None:
+        endings.holding([self._lock], lambda: self._order_before(copy, stream))
 
-    def _order_before(self, ticket: Ticket, stream: int) -> None:
+    def _order_before(self, copy: Copy, stream: int) -> None:
         # Under the lock, so that the event is not another copy's yet.
-        if ticket.event:
-            self._context.wait_event(stream, ticket.event)
+        if copy.event:
+            self._context.wait_event(stream, copy.event)
 
     # The end.
 
@@ -143,7 +143,7 @@ def direction_of(device: CudaDevice, pieces: Sequence[Piece]) -> Direction:
     kind_of = device.context.memory_kind
     kinds = {(kind_of(target), kind_of(source)) for target, source, _ in pieces}
     if len(kinds) > 1:
-        raise ArgumentError("the pieces of a batch go different ways: make a batch for each")
+        raise ArgumentError("the pieces of a copy go different ways: make a copy for each")
     target, source = kinds.pop()
     for kind, address in ((target, pieces[0][0]), (source, pieces[0][1])):
         if kind is Memory.UNKNOWN:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashwarp import _waiting, endings
+from flashwarp._names import renamed
 from flashwarp.config import integer
 from flashwarp.device import TIMEOUT_S, CudaDevice, Device, stream_handle
 from flashwarp.errors import ArgumentError, DeviceTimeout, FlashwarpError
 from flashwarp.transfer.bandwidth import LinkBandwidth
 from flashwarp.transfer.buffer import TransferBuffer
+from flashwarp.transfer.copies import After, Copier, Copy, Direction, Piece
 from flashwarp.transfer.cpu_copier import CpuCopier
 from flashwarp.transfer.cuda_copier import CudaCopier, direction_of
 from flashwarp.transfer.operand import Operand, describe
-from flashwarp.transfer.ticket import After, Copier, Direction, Piece, Ticket
 
 __all__ = ["CopyEngine"]
 
@@ -24,13 +25,14 @@ _BYTES_MAX = 1 << 48
 _AT_EXIT_S = 10.0
 
 
+@renamed
 class CopyEngine(endings.OfProcess):
     """Copies between a device and the host on streams of its own, one for each direction.
 
     No multiprocessor is used. A copy begins after the present work of the streams that `after`
-    names and returns at once; its `Ticket` says when it is over. Copies of one direction run in the
-    order of their calls. A GPU's host memory must be pinned, as that of a `TransferClient` is. On
-    the CPU device, host threads copy, under the same rules. Any thread may call.
+    names, and its call returns a `Copy` at once. Copies of one direction run in the order of their
+    calls. A GPU's host memory must be pinned, as that of a `TransferClient` is. On the CPU device,
+    host threads copy, under the same rules. Any thread may call.
 
     Parameters
     ----------
@@ -54,8 +56,8 @@ class CopyEngine(endings.OfProcess):
     >>> from flashwarp.transfer import CopyEngine
     >>> source, target = np.arange(1000), np.zeros(1000, np.int64)
     >>> with CopyEngine(CpuDevice()) as engine:
-    ...     ticket = engine.copy(target, source)
-    ...     ticket.wait(timeout_s=10)
+    ...     copy = engine.copy(target, source)
+    ...     copy.wait(timeout_s=10)
     >>> bool((target == source).all())
     True
     """
@@ -86,7 +88,7 @@ class CopyEngine(endings.OfProcess):
         *,
         after: object = None,
         direction: Direction | None = None,
-    ) -> Ticket:
+    ) -> Copy:
         """Queue one copy.
 
         Parameters
@@ -96,7 +98,7 @@ class CopyEngine(endings.OfProcess):
         nbytes : int, optional
             How much. Default: all of the smaller side that knows its size; both must then have one
             size.
-        after : stream, Ticket or sequence of these, optional
+        after : stream, Copy or sequence of these, optional
             What the copy comes after: streams of the device in any form, and copies of this engine.
             Default: the streams on which the libraries of both arrays work now. On a GPU it must be
             given if a side is a mere address; ``()`` is nothing.
@@ -105,7 +107,7 @@ class CopyEngine(endings.OfProcess):
 
         Returns
         -------
-        Ticket
+        Copy
             Keeps both sides alive until the copy has ended, staging buffers included.
 
         Raises
@@ -123,7 +125,7 @@ class CopyEngine(endings.OfProcess):
         pieces = [(target.address, source.address, size)] if size else []
         return self._submit(pieces, [target, source], after, direction)
 
-    def copy_batch(
+    def copy_pieces(
         self,
         dsts: Sequence[object],
         srcs: Sequence[object],
@@ -131,8 +133,8 @@ class CopyEngine(endings.OfProcess):
         *,
         after: object = None,
         direction: Direction | None = None,
-    ) -> Ticket:
-        """Queue many copies of one direction under one ticket; as `copy` otherwise.
+    ) -> Copy:
+        """Queue one copy of many pieces in one direction; as `copy` otherwise.
 
         A driver of CUDA 12.8 or newer takes them in one call.
         """
@@ -157,29 +159,29 @@ class CopyEngine(endings.OfProcess):
         operands: list[Operand],
         after: object,
         direction: Direction | None,
-    ) -> Ticket:
+    ) -> Copy:
         self._check_usable()
         came_after = self._after(after, operands)
         if direction is None:
             direction = self._direction(pieces)
         copier = self._copiers[direction]
         total = sum(size for _, _, size in pieces)
-        ticket = Ticket(copier, direction, total, [each.owner for each in operands])
+        copy = Copy(copier, direction, total, [each.owner for each in operands])
         if not pieces:
-            ticket.end(None)
-            return ticket
+            copy.end(None)
+            return copy
         for each in operands:
             if isinstance(each.owner, TransferBuffer):
-                each.owner.joins(ticket)
+                each.owner.joins(copy)
         try:
-            copier.submit(ticket, pieces, came_after)
+            copier.submit(copy, pieces, came_after)
         except FlashwarpError as error:
             # Raised here, so nobody needs to be told again. What had been queued of it ends later.
-            ticket.seen = True
-            if not ticket.number:
-                ticket.end(error)
+            copy.seen = True
+            if not copy.number:
+                copy.end(error)
             raise
-        return ticket
+        return copy
 
     def _after(self, after: object, operands: list[Operand]) -> After:
         if after is None:
@@ -193,9 +195,9 @@ class CopyEngine(endings.OfProcess):
                 streams.append(self.device.own_stream())
             return After(streams, ())
         given = after if isinstance(after, list | tuple) else (after,)
-        tickets = [each for each in given if isinstance(each, Ticket)]
-        streams = [stream_handle(each) for each in given if not isinstance(each, Ticket)]
-        return After(streams, tickets)
+        copies = [each for each in given if isinstance(each, Copy)]
+        streams = [stream_handle(each) for each in given if not isinstance(each, Copy)]
+        return After(streams, copies)
 
     def _direction(self, pieces: list[Piece]) -> Direction:
         if not isinstance(self.device, CudaDevice) or not pieces:
@@ -209,7 +211,7 @@ class CopyEngine(endings.OfProcess):
         """Copies that have not ended."""
         return sum(copier.in_flight() for copier in self._copiers.values())
 
-    def synchronize(self, timeout_s: float = TIMEOUT_S) -> None:
+    def wait(self, timeout_s: float = TIMEOUT_S) -> None:
         """Block until the present copies have ended; raise the first error that nobody has seen."""
         self._check_usable()
         self._wait_idle(timeout_s)

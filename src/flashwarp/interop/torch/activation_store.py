@@ -31,7 +31,7 @@ from flashwarp.errors import (
     WaitTimeout,
 )
 from flashwarp.storage import files
-from flashwarp.transfer import CopyEngine, Direction, Ticket, TransferBuffer, TransferClient
+from flashwarp.transfer import Copy, CopyEngine, Direction, TransferBuffer, TransferClient
 
 __all__ = ["ActivationStore", "Kept"]
 
@@ -65,7 +65,7 @@ class _Saved:
         self.number = number
         self.nbytes = nbytes
         self.buffers = buffers
-        self.saving: Ticket | None = None
+        self.saving: Copy | None = None
         self.place = -1
         self.written = False
         self.valid = True  # its buffers hold the bytes, or will when `saving` has ended
@@ -135,7 +135,7 @@ class ActivationStore:
             entry = _Saved(self.saved, flat.nbytes, self._buffers(count))
             stream = self._engine.device.current_stream("torch")
             try:
-                entry.saving = self._engine.copy_batch(
+                entry.saving = self._engine.copy_pieces(
                     entry.buffers,
                     self._parts(flat),
                     self._sizes(flat.nbytes),
@@ -288,7 +288,7 @@ class ActivationStore:
             self._start_read(entry, found)
             return True
 
-    def bring(self, kept: Kept, flat: torch.Tensor) -> Ticket:
+    def bring(self, kept: Kept, flat: torch.Tensor) -> Copy:
         """Copy the bytes of a storage to a tensor that no other work uses; waits for the file."""
         with self._lock:
             entry = self._entry(kept)
@@ -299,7 +299,7 @@ class ActivationStore:
             if not entry.valid:
                 assert entry.failure is not None
                 raise entry.failure
-            return self._engine.copy_batch(
+            return self._engine.copy_pieces(
                 self._parts(flat),
                 entry.buffers,
                 self._sizes(entry.nbytes),
@@ -408,12 +408,12 @@ class ActivationStore:
         os.close(self._fd)
 
 
-def _wait_over(ticket: Ticket, limit_s: float) -> None:
+def _wait_over(copy: Copy, limit_s: float) -> None:
     """Wait for a copy; sleeps at once, because other threads need Python's lock."""
     clock = _waiting.Waited()
-    while not ticket.over() and clock.look() < limit_s:
+    while not copy.over() and clock.look() < limit_s:
         time.sleep(_PAUSE_S)
-    ticket.wait(0)
+    copy.wait(0)
 
 
 def _open_nameless(folder: str) -> tuple[int, bool]:

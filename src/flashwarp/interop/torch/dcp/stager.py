@@ -18,7 +18,7 @@ from flashwarp.device import TIMEOUT_S, Device, resolve
 from flashwarp.device.memory import align_up
 from flashwarp.errors import ArgumentError, ClosedError, DtypeError
 from flashwarp.interop.torch.dcp.versions import check_version
-from flashwarp.transfer import CopyEngine, Direction, Ticket, TransferClient
+from flashwarp.transfer import Copy, CopyEngine, Direction, TransferClient
 
 __all__ = ["Stager"]
 
@@ -88,7 +88,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         self._engines: dict[str, CopyEngine] = {}
         self._blocks: TransferClient | None = None
         self._waiter: endings.Pool | None = None
-        self._last: list[Ticket] = []
+        self._last: list[Copy] = []
         self._closed = False
 
     def stage(self, state_dict: Mapping[str, Any]) -> Any:
@@ -105,19 +105,19 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
             raise ClosedError("the stager was closed")
         with self._lock:
             plan = _Plan(state_dict)
-            tickets = self._copy(plan)
+            copies = self._copy(plan)
             staged = plan.copy_of(state_dict)
-            self._last = [each for each in tickets if each.direction is Direction.TO_HOST]
-        if all(ticket.over() for ticket in tickets):
-            _end(tickets, TIMEOUT_S)
+            self._last = [each for each in copies if each.direction is Direction.TO_HOST]
+        if all(each.over() for each in copies):
+            _end(copies, TIMEOUT_S)
             return staged
-        return self._in_background(tickets, staged)
+        return self._in_background(copies, staged)
 
-    def _copy(self, plan: _Plan) -> list[Ticket]:
+    def _copy(self, plan: _Plan) -> list[Copy]:
         """Copy all tensors into one block; those in host memory have arrived on return."""
         if not plan.nbytes:
             return []
-        tickets = []
+        copies = []
         by_device: dict[str, list[int]] = {}
         for i, source in enumerate(plan.sources):
             by_device.setdefault(_device_name(source), []).append(i)
@@ -126,20 +126,20 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         for name, members in by_device.items():
             targets = [block.address + plan.offsets[i] for i in members]
             sources = [plan.sources[i] for i in members]
-            ticket = self._engine(name).copy_batch(
+            queued = self._engine(name).copy_pieces(
                 targets,
                 sources,
                 [each.nbytes for each in sources],
                 after=() if name == "cpu" else torch.cuda.current_stream(sources[0].device),
                 direction=Direction.TO_HOST,
             )
-            block.joins(ticket)
+            block.joins(queued)
             if name == "cpu":
-                ticket.wait()
+                queued.wait()
             elif self.ordered:
-                ticket.before(torch.cuda.current_stream(sources[0].device))
-            tickets.append(ticket)
-        return tickets
+                queued.before(torch.cuda.current_stream(sources[0].device))
+            copies.append(queued)
+        return copies
 
     def before_changes(self, stream: object = None) -> None:
         """Make later work on a stream wait for the last copies; does not block the host.
@@ -151,9 +151,9 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         stream : stream, optional
             Default: torch's current stream on the device of each copy.
         """
-        for ticket in self._last:
-            if not ticket.over():
-                ticket.before(torch.cuda.current_stream() if stream is None else stream)
+        for each in self._last:
+            if not each.over():
+                each.before(torch.cuda.current_stream() if stream is None else stream)
 
     def wait_staged(self, timeout_s: float = TIMEOUT_S) -> None:
         """Block until the last copies have arrived; raises what they failed with."""
@@ -163,12 +163,12 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         """Do as `wait_staged`; torch's name for it."""
         self.wait_staged()
 
-    def _in_background(self, tickets: list[Ticket], staged: Any) -> Future[Any]:
+    def _in_background(self, copies: list[Copy], staged: Any) -> Future[Any]:
         if self._waiter is None:
             self._waiter = endings.Pool(1, "flashwarp-staging")
 
         def arrived() -> Any:
-            _end(tickets, TIMEOUT_S)
+            _end(copies, TIMEOUT_S)
             return staged
 
         return self._waiter.submit(arrived)
@@ -312,6 +312,6 @@ def _device_name(tensor: torch.Tensor) -> str:
     return "cpu" if tensor.device.type == "cpu" else f"cuda:{tensor.device.index}"
 
 
-def _end(tickets: list[Ticket], timeout_s: float) -> None:
-    for ticket in tickets:
-        ticket.wait(timeout_s)
+def _end(copies: list[Copy], timeout_s: float) -> None:
+    for each in copies:
+        each.wait(timeout_s)

@@ -1,4 +1,4 @@
-"""`Ticket`: one copy under way, what it comes after, and the copier that runs it."""
+"""`Copy`: a copy under way, what it comes after, and the copier that runs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashwarp import _waiting
 from flashwarp.device import TIMEOUT_S, stream_handle
 from flashwarp.errors import DeviceTimeout, FlashwarpError
 
-__all__ = ["After", "Copier", "Direction", "Piece", "Ticket"]
+__all__ = ["After", "Copier", "Copy", "Direction", "Piece"]
 
 Piece = tuple[int, int, int]
 """Target and source address, and bytes."""
@@ -27,16 +27,16 @@ class Direction(enum.Enum):
 class Copier(Protocol):
     """The copies of one direction, in order."""
 
-    def submit(self, ticket: Ticket, pieces: Sequence[Piece], after: After) -> None:
-        """Queue a copy and enter its ticket; raises if it cannot be queued."""
+    def submit(self, copy: Copy, pieces: Sequence[Piece], after: After) -> None:
+        """Queue a copy and enter it; raises if it cannot be queued."""
 
     def sweep(self) -> None:
-        """End the tickets of copies that have ended. Never waits."""
+        """Note which copies have ended. Never waits."""
 
     def in_flight(self) -> int:
         """Count the copies that have not ended."""
 
-    def order_before(self, ticket: Ticket, stream: int) -> None:
+    def order_before(self, copy: Copy, stream: int) -> None:
         """Make later work on a stream wait for a copy."""
 
     def take_failures(self) -> list[FlashwarpError]:
@@ -49,13 +49,13 @@ class Copier(Protocol):
 class After:
     """What a copy comes after: streams of the device, and copies of this engine."""
 
-    def __init__(self, streams: Iterable[int], tickets: Iterable[Ticket]) -> None:
+    def __init__(self, streams: Iterable[int], copies: Iterable[Copy]) -> None:
         self.streams = tuple(dict.fromkeys(streams))
-        self.tickets = tuple(each for each in tickets if not each.over())
+        self.copies = tuple(each for each in copies if not each.over())
 
 
-class Ticket:
-    """One copy, or one batch of copies. Any thread may use it.
+class Copy:
+    """One copy under way, of one piece or of many. Any thread may use it.
 
     It keeps the memory of both sides allocated until the copy has ended. An error is kept until
     `done`, `wait` or `error` has shown it; one that nobody saw is raised when the engine is closed.
@@ -137,4 +137,4 @@ class Ticket:
 
     def __repr__(self) -> str:
         state = "in flight" if not self._over else "failed" if self._error else "ended"
-        return f"<Ticket of {self.nbytes} bytes {self.direction.value}, {state}>"
+        return f"<Copy of {self.nbytes} bytes {self.direction.value}, {state}>"
