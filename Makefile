@@ -31,7 +31,7 @@ NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
   $(wildcard tests/qemu/suites/*.cpp tests/qemu/suites/*.cu)
 CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS) $(shell find benchmarks -name "*.c*" ! -name "*.py*")
 
-.PHONY: help demo test test-all check bench bench-test lint format stubs native-test tsan asan \
+.PHONY: help demo test test-all check bench bench-test lint format native-test tsan asan \
   qemu-test models simulate cost wheel docs clean
 
 help:  ## List the targets
@@ -84,9 +84,6 @@ format: $(VENV)/dev.stamp  ## Rewrite sources as the formatters want them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
-
-stubs: $(VENV)/dev.stamp  ## Write src/flashwarp/_native.pyi anew, from the extension
-	$(BIN)/python tests/support/stubs.py
 
 native-test: tsan asan  ## The C++ programs of tests/native under both sanitizers
 
@@ -163,7 +160,8 @@ $(VENV)/venv.stamp:
 	touch $@
 
 # No build isolation: the build directory then stays valid, and a rebuild compiles what changed.
-$(VENV)/package.stamp: $(VENV)/venv.stamp pyproject.toml CMakeLists.txt $(NATIVE)
+$(VENV)/package.stamp: $(VENV)/venv.stamp pyproject.toml CMakeLists.txt $(NATIVE) \
+  native/bind/stub_patterns.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  'scikit-build-core>=0.11' 'nanobind>=2.7' 'cmake>=3.20' ninja
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \

@@ -119,9 +119,10 @@ using Range = std::pair<uint64_t, uint64_t>;
 }  // namespace
 
 void bind_vfio(nb::module_& m) {
-  drive_failure = PyErr_NewExceptionWithDoc("flashwarp._native.DriveFailure",
-                                            "Arguments: kind, text, errno, NVMe status.",
-                                            PyExc_RuntimeError, nullptr);
+  // By the name that the module was imported by, which is another one where its types are written.
+  const std::string name = nb::cast<std::string>(m.attr("__name__")) + ".DriveFailure";
+  drive_failure = PyErr_NewExceptionWithDoc(
+      name.c_str(), "Arguments: kind, text, errno, NVMe status.", PyExc_RuntimeError, nullptr);
   m.attr("DriveFailure") = nb::handle(drive_failure);
   nb::register_exception_translator(&translate);
 
