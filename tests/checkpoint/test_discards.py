@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from checkpoint.faults import WAIT_S, FaultyDirectory, Opener
-from checkpoint.test_checkpointer import assert_restores, history, until
+from checkpoint.faults import WAIT_S, Faults, FaultyDirectory, Opener
+from checkpoint.test_checkpointer import COUNT, assert_restores, history, until
 from flashwarp.errors import MissingVersionError
 
 
@@ -64,3 +67,27 @@ def test_a_version_discarded_while_its_manifest_is_read_stays_discarded(
     assert checkpointer.versions() == [0]
     with pytest.raises(MissingVersionError):
         checkpointer.restart(1)
+
+
+def test_a_version_discarded_while_it_is_fetched_stays_discarded(
+    opened: Opener, faults: Faults, tmp_path: Path
+) -> None:
+    with opened(remote=tmp_path / "store") as first:
+        history(first, 2)
+        first.wait(tier="remote")
+    shutil.rmtree(tmp_path / "versions")
+    checkpointer = opened(remote=tmp_path / "store")
+    faults.hold()
+    checkpointer.prefetch_enqueue(1)
+    faults.until_waiting()
+
+    checkpointer.discard(1)
+    faults.release()
+
+    state = np.full(COUNT, 7.0)
+    checkpointer.protect("state", state)
+    checkpointer.checkpoint(1).result(WAIT_S)
+    checkpointer.discard(1)
+    assert checkpointer.versions() == [0]
+    checkpointer.close()
+    assert opened().versions() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,12 @@ def _same(hand: Hand, what: str, got: dict[str, Any], want: dict[str, npt.NDArra
                         f"{right.dtype}{right.shape} {right[:4]}")  # fmt: skip
 
 
+def _discard(hand: Hand, saved: Saved, version: int) -> None:
+    hand.say(f"c.discard({version})")
+    saved.writer.discard(version)
+    del saved.versions[version]
+
+
 @step(3, alone=True)
 def change_region(hand: Hand) -> None:
     """Change what a region holds, or protect another array under its name."""
@@ -153,9 +160,7 @@ def write_version(hand: Hand) -> None:
             except ExistingVersionError:
                 return
             raise Wrong(f"version {version} was written twice")
-        hand.say(f"c.discard({version})")
-        saved.writer.discard(version)
-        del saved.versions[version]
+        _discard(hand, saved, version)
     overlap = hand.odds(0.3)
     hand.say(f"f = c.checkpoint({version}, overlap={overlap})")
     future = saved.writer.checkpoint(version, overlap=overlap)
@@ -229,10 +234,7 @@ def discard_version(hand: Hand) -> None:
     """Discard a version."""
     saved = _of(hand)
     if saved.versions:
-        version = hand.random.choice(list(saved.versions))
-        hand.say(f"c.discard({version})")
-        saved.writer.discard(version)
-        del saved.versions[version]
+        _discard(hand, saved, hand.random.choice(list(saved.versions)))
 
 
 @step(2, alone=True)
@@ -259,6 +261,9 @@ def hint(hand: Hand) -> None:
     saved.writer.prefetch_enqueue(version)
     if hand.odds(0.5):
         saved.writer.prefetch_start()
+    if version in saved.versions and hand.odds(0.3):
+        time.sleep(hand.random.choice((0, 1e-4, 1e-3)))  # a prefetch may have begun
+        _discard(hand, saved, version)
 
 
 @step(2, alone=True)

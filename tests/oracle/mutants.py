@@ -6,8 +6,9 @@ A mutant replaces a piece of a module's text when the module is imported. The or
 of the programs from its seed on wrong, within as many programs as the list says. When the list was
 made it took these numbers of programs: order of streams 1, of asynchronous calls on a GPU 1 and on
 the CPU device 1, of kernels 1, facts 1, addresses 5, two entries 2, saved tensors 2, iterations 1,
-states that lack tables 1, fields of records 2, identity of versions 1; order of batches 2, or 3 on
-the driver without a GPU; one way for each block 25, on both; stores behind loads 1.
+states that lack tables 1, fields of records 2, identity of versions 1, versions discarded while
+they are fetched 14; order of batches 2, or 3 on the driver without a GPU; one way for each block
+25, on both; stores behind loads 1.
 """
 
 from __future__ import annotations
@@ -158,6 +159,16 @@ MUTANTS = [
         "checkpoints",
         1,
         20,
+    ),
+    Mutant(
+        "versions discarded while they are fetched",
+        "flashwarp.checkpoint.storing",
+        "core.discarded_since[self] = discarded",
+        "core.discarded_since[self] = set()",
+        "cpu",
+        "checkpoints",
+        1,
+        80,
     ),
     Mutant(
         "identity of versions that a reader knows",

@@ -211,7 +211,12 @@ class Hand:
         if pending.read is not None:
             self.world.checks += 1
             rows = self.machine.fetch(got, stream).reshape(pending.read.right.shape)
-            pending.read.check(rows, pending.among)
+            among = pending.among
+            if pending.read in pending.held.model.loose and not self.alone:
+                # What other threads store meanwhile is in the model only after their calls.
+                own = np.isin(pending.read.rows, self.own(pending.held))
+                among = own if among is None else own & among
+            pending.read.check(rows, among)
 
     def settle_all(self, held: Held | None = None) -> None:
         """Wait for all that it has in flight, of an array if one is named."""

@@ -99,8 +99,10 @@ class Core:
         # Discarded versions that the remote store refused to remove; when to ask it again, in ns,
         # and after which time from then on.
         self.leftovers: dict[Key, tuple[int, float]] = {}
-        # By listing in progress: versions discarded since it began.
-        self.listing: dict[object, set[Key]] = {}
+        # By listing or fetch in progress: versions discarded since it began.
+        self.discarded_since: dict[object, set[Key]] = {}
+        self.fetching: Key | None = None
+        """The version that is on its way from the remote store into the folder."""
         self.remote_failures: dict[Entry, BaseException] = {}
         self.broken: BaseException | None = None
         """What has ended a background thread: a bug, or no memory."""
@@ -437,7 +439,7 @@ class Core:
             del self.entries[entry.key]
         self.listed.get(entry.key[0], set()).discard(entry.key[1])
         self.unreadable.discard(entry.key)
-        for gone in self.listing.values():
+        for gone in self.discarded_since.values():
             gone.add(entry.key)
         if not keep_hints:
             self.hints.drop(entry.key)
@@ -450,7 +452,7 @@ class Core:
         self.wake()
 
     def in_use(self, key: Key) -> bool:
-        """Return whether a discarded version of this key is still being copied somewhere."""
+        """Return whether a discarded version of this key may still be copied somewhere."""
         self._leaving = {
             each
             for each in self._leaving
@@ -458,7 +460,7 @@ class Core:
             or each in self.staging
             or any(each in tier.lives for tier in self.tiers)
         }
-        return any(entry.key == key for entry in self._leaving)
+        return key == self.fetching or any(entry.key == key for entry in self._leaving)
 
     # Counting.
 

@@ -61,6 +61,8 @@ class Storing:
         self._commits = commits
         self._remote = remote
         self._fetching = endings.Lock()
+        # What was fetched appears before its removal, which then removes it, or not at all.
+        self._publishing = endings.Lock()
 
     def write(self, entry: Entry, fill: Fill, ended: Ended) -> None:
         """Write a version; `ended` is called once it is stored, given up, or has failed.
@@ -111,9 +113,28 @@ class Storing:
 
     def _fetch(self, key: Key, identity: str, problem: FlashwarpError) -> None:
         """Bring a version back into the folder; raises the problem if the remote has it not."""
-        if self._remote is None or key not in self._core.in_remote or not self._directory.writable:
+        core = self._core
+        if self._remote is None or not self._directory.writable:
             raise problem
-        with self._fetching, self._remote.open(*key) as reader:
+        discarded: set[Key] = set()
+        with self._fetching:
+            with core.changed:
+                if key not in core.in_remote or not core.exists(key):
+                    raise problem
+                core.fetching = key
+                core.discarded_since[self] = discarded
+            try:
+                self._copy_back(key, identity, problem, discarded)
+            finally:
+                with core.changed:
+                    core.fetching = None
+                    del core.discarded_since[self]
+                    core.wake()
+
+    def _copy_back(
+        self, key: Key, identity: str, problem: FlashwarpError, discarded: set[Key]
+    ) -> None:
+        with self._remote.open(*key) as reader:
             missing = isinstance(problem, MissingVersionError)
             if missing and self._directory.identity(*key) is not None:
                 return  # another thread has fetched it
@@ -137,11 +158,14 @@ class Storing:
             )
             with writer:
                 if self._core.mover.copy_stored(
-                    entry, reader, writer, lambda: not self._core.closing
+                    entry, reader, writer, lambda: not self._core.closing and key not in discarded
                 ):
-                    writer.commit()
-                else:
-                    raise problem
+                    writer.prepare()
+                    with self._publishing:
+                        if key not in discarded:
+                            writer.publish()
+                            return
+            raise problem
 
     # Removing.
 
@@ -159,7 +183,8 @@ class Storing:
         for name, some in _by_name(each for each in removals if each.stored and not each.error):
             versions = [each.entry.key[1] for each in some]
             try:
-                self._directory.discard_all(name, versions)
+                with self._publishing:
+                    self._directory.discard_all(name, versions)
                 if self._commits is not None:
                     for version in versions:
                         self._commits.discard(name, version)

@@ -13,6 +13,7 @@ from flashwarp.checkpoint.core import Core, hint_key
 from flashwarp.checkpoint.directory import Catalog, Directory
 from flashwarp.checkpoint.eviction import policy_of
 from flashwarp.checkpoint.flushing import FLUSHES_MAX, Flusher, Uploader, note_room, release
+from flashwarp.checkpoint.futures import Saved
 from flashwarp.checkpoint.memory import GrowingMemory
 from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog
@@ -262,7 +263,7 @@ class System:
                 return
         token, gone = object(), set[Key]()
         try:
-            core.listing[token] = gone
+            core.discarded_since[token] = gone
             found = set(self.directory.versions(name))
             discarded = self.directory.discarded(name)
             remote = self._remote_versions(name) - discarded
@@ -274,7 +275,7 @@ class System:
                     for version in discarded - core.listed[name]:
                         core.leftovers.setdefault((name, version), (0, self._settings.retry_s))
         finally:
-            core.listing.pop(token, None)
+            core.discarded_since.pop(token, None)
 
     def _note_listed(
         self, name: str, found: set[int], remote: set[int], gone: Iterable[Key]
@@ -420,36 +421,40 @@ class System:
                 entry = Entry(key, (), stored=core.exists(key))  # whatever its manifest says
             core.number_wanted = True
             note_room(core)
-        return self.discard(entry)
+            removal, future = self._retire(entry)
+        _fail(future, entry)
+        return removal
 
     def discard(self, entry: Entry) -> Removal:
         """Remove a version from all tiers and stores; flushes that are pending give up.
 
         A thread removes the files. The number of the version is in use until then.
         """
-        core = self.core
-        with core.locked():
-            remote = entry.remote or entry.key in core.in_remote or entry.key in core.leftovers
-            remote = remote or entry.key[0] in self._remote_unknown
-            removal = Removal(entry, entry.stored, remote)
-            if entry.discarded:
-                removal.done = True
-                return removal
-            core.in_remote.discard(entry.key)
-            core.leftovers.pop(entry.key, None)
-            core.retire(entry)
-            future = core.futures.pop(entry, None)
-            removal.done = not (removal.stored or removal.remote)
-            if not removal.done:
-                if not self._removals:
-                    self._removals_began_ns = core.now_ns()
-                self._removals.append(removal)
-                core.busy[entry] += 1
-                core.wake("look")
-        if future is not None and not future.done():
-            future.observed = True
-            future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
+        with self.core.locked():
+            removal, future = self._retire(entry)
+        _fail(future, entry)
         return removal
+
+    def _retire(self, entry: Entry) -> tuple[Removal, Saved | None]:
+        """Discard a version; called under the lock. Its future is for the caller to fail."""
+        core = self.core
+        remote = entry.remote or entry.key in core.in_remote or entry.key in core.leftovers
+        remote = remote or entry.key[0] in self._remote_unknown
+        removal = Removal(entry, entry.stored, remote)
+        if entry.discarded:
+            removal.done = True
+            return removal, None
+        core.in_remote.discard(entry.key)
+        core.leftovers.pop(entry.key, None)
+        core.retire(entry)
+        removal.done = not (removal.stored or removal.remote)
+        if not removal.done:
+            if not self._removals:
+                self._removals_began_ns = core.now_ns()
+            self._removals.append(removal)
+            core.busy[entry] += 1
+            core.wake("look")
+        return removal, core.futures.pop(entry, None)
 
     def _next_removal(self) -> Callable[[], None] | None:
         """Return the removal of all that waits, which lets reads of storage go first for a while.
@@ -507,3 +512,10 @@ class System:
             except Exception as error:
                 failures.append(error)
         return failures
+
+
+def _fail(future: Saved | None, entry: Entry) -> None:
+    """Let whoever waits for a version know that it was discarded."""
+    if future is not None and not future.done():
+        future.observed = True
+        future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
