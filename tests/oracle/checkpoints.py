@@ -13,7 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 import flashwarp as fw
-from flashwarp.errors import ExistingVersionError, FlashwarpError, MissingVersionError
+from flashwarp.errors import (
+    ExistingVersionError,
+    FlashwarpError,
+    LockedError,
+    MissingVersionError,
+)
 from oracle.model import Wrong
 from oracle.steps import step
 from oracle.world import RECORD, Hand
@@ -51,6 +56,17 @@ class Saved:
         )
         for name, region in self.regions.items():
             self.writer.protect(name, region.array)
+
+    def open_when_free(self) -> None:
+        """Open the folder once the checkpointer that was lost has let go of it."""
+        end = time.monotonic() + _LIMIT_S
+        while self.writer is None:
+            try:
+                self.open()
+            except LockedError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(1e-3)
 
     def close(self) -> None:
         """Close what is open, and remove the folder."""
@@ -291,8 +307,13 @@ def read_versions_elsewhere(hand: Hand) -> None:
 
 @step(1, alone=True)
 def begin_again(hand: Hand) -> None:
-    """Close and open the folder, perhaps after the loss of the disk."""
+    """Close or lose what has the folder open, and open it; perhaps after the loss of the disk."""
     saved = _of(hand)
+    if hand.odds(0.2):
+        hand.say("c = None; c = fw.Checkpointer(...)")
+        saved.writer = None  # a thread closes it
+        saved.open_when_free()
+        return
     lost = saved.remote is not None and hand.odds(0.5)
     if lost:
         hand.say("c.wait(tier='remote')")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,10 @@ class Piped:
     def close(self) -> None:
         """End it; batches in flight are dropped."""
         self.pipeline.close()
+        self.leave()
+
+    def leave(self) -> None:
+        """Note that its array has it no more."""
         self.reads.clear()
         if self.held.holder is self:
             self.held.holder = None
@@ -232,6 +237,27 @@ def close_pipeline(hand: Hand) -> None:
     if piped is not None:
         hand.say(f"p.close()  # {piped.held.name}")
         piped.close()
+
+
+@step(1, alone=True)
+def lose_pipeline(hand: Hand) -> None:
+    """Drop a pipeline without closing it: a thread closes it, and gives its array back."""
+    piped = _choose(hand)
+    if piped is None:
+        return
+    held = piped.held
+    hand.say("p = None  # {}", held)
+    piped.leave()
+    piped.pipeline = None
+    end = time.monotonic() + 60
+    while piped.alone:
+        try:
+            held.array[0]
+            return
+        except ArgumentError as error:
+            if time.monotonic() > end:
+                raise Wrong(f"a lost pipeline keeps {held.name}") from error
+            time.sleep(1e-3)
 
 
 @step(1, alone=True)
