@@ -3,7 +3,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <iterator>
 #include <tuple>
 #include <vector>
 
@@ -11,7 +10,12 @@
 #include "bind/unlocked.h"
 
 namespace nb = nanobind;
+using fw::native::handle;
+using fw::native::Handles;
+using fw::native::handles;
 using fw::native::Left;
+using fw::native::ParamBytes;
+using fw::native::Params;
 using fw::native::unlocked;
 using fw::native::cuda::Capture;
 using fw::native::cuda::Context;
@@ -27,86 +31,18 @@ void bind_cuda(nb::module_& m);
 
 namespace {
 
-Handle handle(uintptr_t value) { return reinterpret_cast<Handle>(value); }
-
-using Arguments = nb::typed<nb::tuple, nb::bytes, nb::ellipsis>;
-using Handles = nb::typed<nb::tuple, nb::int_, nb::ellipsis>;
-
 // What is counted lives as long as the object here, or a graph.
 struct Graphs {
   std::shared_ptr<GraphCount> count = std::make_shared<GraphCount>(0);
 };
 
-// The parameters of a launch, as the driver takes them. Each is a bytes object.
-class Params {
- public:
-  explicit Params(const nb::tuple& arguments) : count_(arguments.size()) {
-    if (count_ > std::size(few_)) many_.resize(count_);
-    for (size_t i = 0; i < count_; ++i) {
-      data()[i] = PyBytes_AsString(arguments[i].ptr());
-      if (data()[i] == nullptr) throw nb::python_error();
-    }
-  }
-  // Null if there are none.
-  void** data() { return count_ == 0 ? nullptr : many_.empty() ? few_ : many_.data(); }
-
- private:
-  size_t count_;
-  void* few_[16] = {};
-  std::vector<void*> many_;
-};
-
 Result launch(const Context& context, uintptr_t function, uint32_t blocks, uint32_t block_threads,
-              Arguments arguments, uintptr_t stream) {
+              ParamBytes arguments, uintptr_t stream) {
   Params params(arguments);
   // The driver waits for room if very many launches are queued.
   return unlocked([&] {
     return context.launch(handle(function), blocks, block_threads, params.data(), handle(stream));
   });
-}
-
-std::vector<Handle> handles(const nb::tuple& values) {
-  std::vector<Handle> found;
-  found.reserve(values.size());
-  for (nb::handle each : values) found.push_back(handle(nb::cast<uintptr_t>(each)));
-  return found;
-}
-
-Result launch_among(const Context& context, Handles others, bool both_ways, uintptr_t mark,
-                    uintptr_t function, uint32_t blocks, uint32_t block_threads,
-                    Arguments arguments, uintptr_t stream) {
-  Params params(arguments);
-  const std::vector<Handle> among = handles(others);
-  return unlocked([&] {
-    return context.launch_among(among, both_ways, handle(mark), handle(function), blocks,
-                                block_threads, params.data(), handle(stream));
-  });
-}
-
-// No line of Python runs between these steps, so no signal handler does. Returns the results of the
-// launch, after the present work of other streams, and of the recording behind it.
-std::tuple<Result, Result> launch_and_append(const Context& context, Handles others, uintptr_t mark,
-                                             uintptr_t function, uint32_t blocks,
-                                             uint32_t block_threads, Arguments arguments,
-                                             uintptr_t stream, uintptr_t event, nb::object calls,
-                                             nb::object call) {
-  Params params(arguments);
-  const std::vector<Handle> among = handles(others);
-  Result recorded = kSuccess;
-  const Result result = unlocked([&] {
-    for (const Handle each : among) {
-      const Capture found = context.capture(each);
-      if (found.result != kSuccess) return found.result;
-      if (found.active) return kCaptured;
-    }
-    const Result launched =
-        context.launch_among(among, false, handle(mark), handle(function), blocks, block_threads,
-                             params.data(), handle(stream));
-    if (launched == kSuccess) recorded = context.record(handle(event), handle(stream));
-    return launched;
-  });
-  if (result == kSuccess) calls.attr("append")(call);
-  return {result, recorded};
 }
 
 using Pieces = std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>;
@@ -204,12 +140,6 @@ void bind_cuda(nb::module_& m) {
       .def("exit", &Context::exit)
       .def("launch", &launch, nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"),
            nb::arg("arguments"), nb::arg("stream"))
-      .def("launch_among", &launch_among, nb::arg("others"), nb::arg("both_ways"), nb::arg("event"),
-           nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"), nb::arg("arguments"),
-           nb::arg("stream"))
-      .def("launch_and_append", &launch_and_append, nb::arg("others"), nb::arg("mark"),
-           nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"), nb::arg("arguments"),
-           nb::arg("stream"), nb::arg("event"), nb::arg("calls"), nb::arg("call"))
       .def(
           "end_calls",
           [](const Context& context, nb::typed<nb::list, nb::object> queues) {

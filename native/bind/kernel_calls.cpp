@@ -45,9 +45,8 @@ using Arguments = nb::typed<nb::tuple, nb::object, nb::ellipsis>;
 struct Packing {
   alignas(kAlignment) uint8_t bytes[kBytesMax];
   void* params[kParamsMax];
-  RowCalls* arrays[kParamsMax];
-  cuda::Accessed accessed[kParamsMax];
-  nb::object owners[kParamsMax];  // of these
+  Access accesses[kParamsMax];
+  nb::object owners[kParamsMax];  // of the arrays
   size_t array_count = 0;
   bool meets_torch = false;
 };
@@ -187,14 +186,14 @@ class KernelCalls {
     }
     const Prepared prepared = *found;
     if (packing.array_count == 0) return launched(prepared, packing, stream);
-    RowCalls* const first = packing.arrays[0];
+    const RowCalls* const first = packing.accesses[0].array;
     for (size_t i = 1; i < packing.array_count; ++i) {
       // Two turns are taken in one order, which the ordinary way knows.
-      if (!packing.arrays[i]->takes_turns_with(*first)) return false;
+      if (!packing.accesses[i].array->takes_turns_with(*first)) return false;
     }
     const Turn turn(first->acquire(), first->release());
     for (size_t i = 0; i < packing.array_count; ++i) {
-      if (!packing.arrays[i]->ready()) return false;
+      if (!packing.accesses[i].array->ready()) return false;
     }
     return launched(prepared, packing, stream);
   }
@@ -261,8 +260,7 @@ class KernelCalls {
       if (known.number != calls->number()) continue;
       std::memcpy(place, known.bytes.data(), param.nbytes);
       packing.owners[packing.array_count] = std::move(owner);
-      packing.accessed[packing.array_count] = {calls->order(), param.stores};
-      packing.arrays[packing.array_count++] = calls;
+      packing.accesses[packing.array_count++] = {calls, param.stores};
       return true;
     }
     return false;
@@ -338,31 +336,15 @@ class KernelCalls {
     const uintptr_t other = chosen                ? launching_.own
                             : packing.meets_torch ? torch_.current_stream(launching_.ordinal)
                                                   : run;
-    const nb::object stream = nb::cast(run);
-    bool known[kParamsMax];
-    for (size_t i = 0; chosen && i < packing.array_count; ++i) {
-      known[i] = packing.arrays[i]->note_stream(stream);
-    }
-    const Result result = unlocked([&] {
-      const Handle others[] = {handle(other)};
-      const size_t count = other == run ? 0 : 1;
-      return launching_.context.launch_among({others, count}, !chosen, handle(launching_.mark),
-                                             prepared.plan.function, prepared.plan.blocks,
-                                             prepared.plan.block_threads,
-                                             params_.empty() ? nullptr : packing.params,
-                                             handle(run), {packing.accessed, packing.array_count});
-    });
-    for (size_t i = 0; chosen && result == kSuccess && i < packing.array_count; ++i) {
-      packing.arrays[i]->keep_stream(stream);
-    }
-    if (result == kSuccess) return true;
-    for (size_t i = 0; chosen && i < packing.array_count; ++i) {
-      if (!known[i]) packing.arrays[i]->forget_stream(stream);  // which may not exist
-    }
-    if (result != kCaptured && result != kCaptureImplicit) {
-      staying([&] { prepared.launch.attr("refuse")(int(result), run); });
-    }
-    return false;
+    const Handle others[] = {handle(other)};
+    ArrayLaunch launch = {.launching = launching_,
+                          .prepared = prepared,
+                          .params = params_.empty() ? nullptr : packing.params,
+                          .stream = run,
+                          .others = {others, other == run ? 0u : 1u},
+                          .both_ways = !chosen,
+                          .accesses = {packing.accesses, packing.array_count}};
+    return launch.run();
   }
 
   const nb::object device_;

@@ -1,9 +1,15 @@
 #include "bind/row_calls.h"
 
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "bind/cuda.h"
@@ -62,7 +68,46 @@ struct RowCalls::Operands {
   bool apart(uint64_t row_bytes) const {
     return indices + count * index_bytes <= rows || rows + count * row_bytes <= indices;
   }
+  RowSize size(RowSize::Verb verb) const { return {verb, uint8_t(index_bytes), 0, 0, count, {}}; }
 };
+
+bool ArrayLaunch::run() {
+  const nb::object here = nb::cast(stream), launch = prepared.launch;
+  const Plan plan = prepared.plan;
+  // `close` always waits for our own stream.
+  const bool notes = stream != launching.own;
+  std::vector<RowCalls*> fresh;
+  std::vector<cuda::Accessed> ordered;
+  for (const Access& each : accesses) {
+    // Before the launch: if a signal handler raises behind it, `close` must wait all the same.
+    if (notes && !each.array->note_stream(here)) fresh.push_back(each.array);
+    if (each.array->order() != nullptr) ordered.push_back({each.array->order(), each.stores});
+  }
+  Result recorded = kSuccess;
+  const auto refuse = [&](Result why, const char* name) {
+    staying([&] { launch.attr("refuse")(int(why), stream, name); });
+  };
+  const Result result = unlocked([&] {
+    const cuda::Context& context = launching.context;
+    const Result made =
+        context.launch_among(others, both_ways, handle(launching.mark), plan.function, plan.blocks,
+                             plan.block_threads, params, handle(stream), ordered);
+    if (made == kSuccess && end) recorded = context.record(handle(end->event), handle(stream));
+    if (made == kSuccess && wait_us != 0) waited = context.poll(handle(stream), wait_us);
+    return made;
+  });
+  if (result == kSuccess) {
+    for (const Access& each : accesses) {
+      if (notes && wait_us == 0) each.array->keep_stream(here);
+    }
+    if (end) end->entries.attr("append")(end->entry);
+    if (recorded != kSuccess) refuse(recorded, "cuEventRecord");
+    return true;
+  }
+  for (RowCalls* each : fresh) each->forget_stream(here);  // which may not exist
+  if (result != kCaptured && result != kCaptureImplicit) refuse(result, "cuLaunchKernel");
+  return false;
+}
 
 RowCalls::RowCalls(const Launching* launching, std::vector<int64_t> row_shape, uint64_t row_bytes,
                    int64_t length, nb::object dtype, nb::object dtype_name, nb::object launcher,
@@ -112,9 +157,24 @@ nb::object RowCalls::gather(nb::handle idx, nb::handle out, nb::handle stream, n
   const Turn turn(acquire_, release_);
   Operands operands;
   if (!quiet() || !look(idx, out, stream, operands)) return nb::none();
-  if (!launched(RowSize::Verb::kGather, operands, !stream.is_none(), end)) return nb::none();
+  const RowSize size = operands.size(RowSize::Verb::kGather);
+  if (!launched(size, operands, launching_->own, stream.is_none(), end)) return nb::none();
   moved_.add(operands.count);
   return operands.out;
+}
+
+bool RowCalls::queue(const RowSize& size, uint64_t indices, uint64_t rows, uintptr_t stream,
+                     uintptr_t after) {
+  if (launching_ == nullptr || size.count == 0 || row_bytes_ == 0 || fork_.in_child()) return false;
+  const Turn turn(acquire_, release_);
+  Operands operands;
+  operands.indices = indices;
+  operands.rows = rows;
+  operands.count = size.count;
+  operands.stream = stream;
+  if (!quiet() || !launched(size, operands, after, false, {})) return false;
+  moved_.add(size.count);
+  return true;
 }
 
 // Prefetches on the CPU device go the ordinary way.
@@ -125,7 +185,8 @@ bool RowCalls::prefetch(nb::handle idx, nb::handle stream, nb::handle end) {
   if (!quiet() || !look_at_indices(idx, operands)) return false;
   operands.stream =
       stream.is_none() ? torch_.current_stream(launching_->ordinal) : names_.stream_of(stream);
-  return launched(RowSize::Verb::kPrefetch, operands, !stream.is_none(), end);
+  const RowSize size = operands.size(RowSize::Verb::kPrefetch);
+  return launched(size, operands, launching_->own, stream.is_none(), end);
 }
 
 nb::object RowCalls::operands(nb::handle idx, nb::handle out, nb::handle stream) {
@@ -148,11 +209,11 @@ nb::object RowCalls::gather_on_host(nb::handle idx, nb::handle out, nb::handle e
   const nb::object uses = staying([&] { return launcher_.attr(names_.wake)(); });
   const uint64_t ahead =
       staying([&] { return nb::cast<uint64_t>(launcher_.attr(names_.look_ahead)()); });
-  const PreparedRows& found = prepared(RowSize::Verb::kGather, operands);
+  const RowSize size = operands.size(RowSize::Verb::kGather);
+  const PreparedRows& found = plans_.of(launcher_, size, operands.rows);
   // A copy: the plan may be forgotten meanwhile.
   RowParameter parameter = found.parameter;
   const Plan plan = found.plan;
-  const nb::object launch = found.launch;
   parameter.point_to(operands.indices, operands.count, operands.rows);
   parameter.look_ahead(ahead);
   const std::vector<Controller*> controllers = controllers_of(uses);
@@ -162,7 +223,7 @@ nb::object RowCalls::gather_on_host(nb::handle idx, nb::handle out, nb::handle e
     return nb::none();
   }
   moved_.add(operands.count);
-  if (failed()) staying([&] { end("gather", nb::none(), launch, 0); });
+  if (failed()) staying([&] { end("gather", nb::none()); });
   return operands.out;
 }
 
@@ -286,44 +347,71 @@ void RowCalls::know_dtypes() {
   int64_ = torch_.dtype(torch_.dtype_named("int64"));
 }
 
-PreparedRows& RowCalls::prepared(RowSize::Verb verb, const Operands& operands) {
-  const RowSize size = {verb, uint8_t(operands.index_bytes), 0, operands.count, {}};
-  return plans_.of(launcher_, size, operands.rows);
-}
-
-// Launches, and returns false if the stream is being captured. In the turn.
-bool RowCalls::launched(RowSize::Verb verb, const Operands& operands, bool on_stream,
+// Launches behind our own stream and another one, in the turn.
+bool RowCalls::launched(const RowSize& size, const Operands& operands, uintptr_t after, bool waits,
                         nb::handle end) {
   wake();
-  PreparedRows& found = prepared(verb, operands);
+  PreparedRows& found = plans_.of(launcher_, size, operands.rows);
   // No code of Python runs from here to the launch, so no signal handler makes another call.
   found.parameter.point_to(operands.indices, operands.count, operands.rows);
-  const nb::object stream = nb::cast(operands.stream);
-  const bool known = note_stream(stream);
   void* params[] = {found.parameter.data()};
-  Result result = kSuccess, waited = kSuccess;
-  unlocked([&] {
-    const cuda::Context& context = launching_->context;
-    const Handle here = handle(operands.stream), before[] = {handle(launching_->own)};
-    const cuda::Accessed accessed[] = {{order_, false}};
-    result = context.launch_among(before, false, handle(launching_->mark), found.plan.function,
-                                  found.plan.blocks, found.plan.block_threads, params, here,
-                                  {accessed, order_ == nullptr ? 0u : 1u});
-    if (result == kSuccess && !on_stream) waited = context.poll(here, kPollUs);
-  });
-  if (result != kSuccess && !known) forget_stream(stream);  // which may not exist
-  if (result == kCaptured || result == kCaptureImplicit) return false;
-  if (result == kSuccess && on_stream) {
-    keep_stream(stream);
-  } else if (result == kSuccess && waited == kSuccess && !failed()) {
-    forget_stream(stream);
+  const Handle others[] = {handle(launching_->own), handle(after)};
+  const Access accesses[] = {{this}};
+  ArrayLaunch launch = {.launching = *launching_,
+                        .prepared = found,
+                        .params = params,
+                        .stream = operands.stream,
+                        .others = {others, after == launching_->own ? 1u : 2u},
+                        .accesses = accesses,
+                        .wait_us = waits ? kPollUs : 0};
+  if (!launch.run()) return false;
+  if (!waits) return true;
+  if (launch.waited == kSuccess && !failed()) {
+    forget_stream(nb::cast(operands.stream));
   } else {
-    const nb::object launch = found.launch;
-    staying([&] { end(name_of(verb), operands.stream, launch, int(result)); });
+    staying([&] { end(name_of(size.verb), operands.stream); });
   }
   return true;
 }
 
+namespace {
+
+bool queue(RowCalls& calls, const std::string& verb, const Which& which, uintptr_t stream,
+           uintptr_t after, uint16_t sms, const std::optional<Counting>& counting) {
+  const auto& [indices, count, index_bytes, rows] = which;
+  const RowSize size = {
+      .verb = verb == "stream" ? RowSize::Verb::kStream : RowSize::Verb::kGather,
+      .index_bytes = index_bytes,
+      .sms = sms,
+      .count = count,
+      .counting = counting.value_or(Counting{}),
+  };
+  return calls.queue(size, indices, rows, stream, after);
+}
+
+// A launch of Python's with arguments that Python has packed.
+bool launch_among(const Launching& launching, nb::object launch, ParamBytes arguments,
+                  uintptr_t stream, Handles others, bool both_ways,
+                  nb::typed<nb::sequence, RowCalls> arrays,
+                  std::optional<std::tuple<uintptr_t, nb::object, nb::object>> end) {
+  const Prepared prepared(std::move(launch));
+  if (prepared.plan.blocks == 0) return true;
+  Params params(arguments);
+  const std::vector<Handle> among = handles(others);
+  std::vector<Access> accesses;
+  for (nb::handle each : arrays) accesses.push_back({&nb::cast<RowCalls&>(each)});
+  ArrayLaunch made = {.launching = launching,
+                      .prepared = prepared,
+                      .params = params.data(),
+                      .stream = stream,
+                      .others = among,
+                      .both_ways = both_ways,
+                      .accesses = accesses};
+  if (end) made.end = std::make_from_tuple<End>(*end);
+  return made.run();
+}
+
+}  // namespace
 }  // namespace fw::native
 
 void bind_row_calls(nanobind::module_& m) {
@@ -335,6 +423,9 @@ void bind_row_calls(nanobind::module_& m) {
       .def(nb::init<nb::object, uintptr_t, uintptr_t, int>(), nb::arg("context"), nb::arg("own"),
            nb::arg("mark"), nb::arg("ordinal"))
       .def_rw("closed", &Launching::closed);
+  m.def("launch_among", &fw::native::launch_among, nb::arg("launching"), nb::arg("launch"),
+        nb::arg("arguments"), nb::arg("stream"), nb::arg("others"), nb::arg("both_ways"),
+        nb::arg("arrays"), nb::arg("end").none());
   nb::class_<FailureMark>(m, "FailureMark")
       .def(nb::init<uintptr_t, uint64_t, uint64_t>(), nb::arg("first"), nb::arg("stride"),
            nb::arg("kept"))
@@ -353,6 +444,8 @@ void bind_row_calls(nanobind::module_& m) {
            nb::arg("stream").none(), nb::arg("end"))
       .def("prefetch", &RowCalls::prefetch, nb::arg("idx").none(), nb::arg("stream").none(),
            nb::arg("end"))
+      .def("queue", &fw::native::queue, nb::arg("verb"), nb::arg("which"), nb::arg("stream"),
+           nb::arg("after"), nb::arg("sms") = 0, nb::arg("counting") = nb::none())
       .def("operands", &RowCalls::operands, nb::arg("idx").none(), nb::arg("out").none(),
            nb::arg("stream").none());
 }

@@ -9,6 +9,8 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <vector>
 
 #include "base/fork_guard.h"
@@ -86,6 +88,43 @@ struct FailureMark {
   bool may_be_full() const { return read >= kept; }
 };
 
+class RowCalls;
+
+// An array that a launch loads from, or stores to.
+struct Access {
+  RowCalls* array = nullptr;
+  bool stores = false;
+};
+
+// What marks the end of a launch: an event, and an entry that is appended to a list.
+struct End {
+  uintptr_t event;
+  nb::object entries, entry;
+};
+
+// A launch on arrays of a GPU, in their turns: by their own calls, lookups, pipelines and callers'
+// kernels.
+struct ArrayLaunch {
+  const Launching& launching;
+  const Prepared& prepared;
+  void** params;
+  uintptr_t stream;
+  // Their present work comes first; with `both_ways` their later work comes behind.
+  std::span<const cuda::Handle> others;
+  bool both_ways = false;
+  std::span<const Access> accesses;
+  std::optional<End> end = {};
+  // How long the caller then waits for the stream; `waited` says whether it is done.
+  int64_t wait_us = 0;
+  cuda::Result waited = cuda::kSuccess;
+
+  // Launches in the order of the accesses. The arrays note that there may be work on the stream.
+  // Returns false, and does nothing, if one of the streams is being captured. Raises why the driver
+  // refused it; if it refused the event alone, the launch runs, and the list has the entry. No line
+  // of Python runs between these steps, so no signal handler does.
+  bool run();
+};
+
 class RowCalls {
  public:
   // `launching`: of the array's GPU; null on the CPU device. `dtype_name`: torch's, or none.
@@ -104,12 +143,16 @@ class RowCalls {
   int64_t changes = 0;
 
   // Returns the rows; None if it goes the ordinary way, and then does nothing. Without a stream it
-  // waits for a moment. `end` is told of a launch that has not ended then, or failed.
+  // waits for a moment. `end` waits for what has not ended then, or raises what failed.
   nb::object gather(nb::handle idx, nb::handle out, nb::handle stream, nb::handle end);
   bool prefetch(nb::handle idx, nb::handle stream, nb::handle end);
   // Returns what an asynchronous gather needs: result, stream, and address of the indices, their
   // number and size, and address of the result. None if it goes the ordinary way.
   nb::object operands(nb::handle idx, nb::handle out, nb::handle stream);
+  // Queues a gather on a stream, after the present work of another one. The GPU reaches indices and
+  // rows. Returns false if it goes the ordinary way, and then does nothing.
+  bool queue(const RowSize& size, uint64_t indices, uint64_t rows, uintptr_t stream,
+             uintptr_t after);
 
   // Launches of callers' kernels. No other array of the process has this number.
   uint64_t number() const { return number_; }
@@ -122,7 +165,7 @@ class RowCalls {
   bool ready();
   // Notes before a launch that there may be work on a stream; returns whether that was known.
   bool note_stream(nb::handle stream);
-  // The launch on a caller's stream has been made, or there is no work on it.
+  // A launch that nobody waits for has been made there, or there is no work on it.
   void keep_stream(nb::handle stream);
   void forget_stream(nb::handle stream);
 
@@ -139,8 +182,8 @@ class RowCalls {
   bool look_at_indices(nb::handle idx, Operands& operands);
   bool look(nb::handle idx, nb::handle out, nb::handle stream, Operands& operands);
   void know_dtypes();
-  PreparedRows& prepared(RowSize::Verb verb, const Operands& operands);
-  bool launched(RowSize::Verb verb, const Operands& operands, bool on_stream, nb::handle end);
+  bool launched(const RowSize& size, const Operands& operands, uintptr_t after, bool waits,
+                nb::handle end);
 
   const uint64_t number_;
   const Launching* const launching_;  // null: on the CPU device

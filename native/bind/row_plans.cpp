@@ -1,12 +1,10 @@
 #include "bind/row_plans.h"
 
 #include <nanobind/stl/array.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -61,13 +59,9 @@ void run(const Plan& plan, const std::vector<nb::bytes>& arguments, nb::handle u
   }
 }
 
-using Counting = std::array<uint64_t, 3>;
-
-nb::tuple gather(RowPlans& plans, nb::handle launcher, uint64_t indices, uint64_t count,
-                 uint32_t index_bytes, uint64_t rows, std::optional<Counting> counting) {
-  RowSize size = {RowSize::Verb::kGather, uint8_t(index_bytes), 0, count, {}};
-  if (counting) size.counting = *counting;
-  PreparedRows& found = plans.of(launcher, size, rows);
+nb::tuple gather(RowPlans& plans, nb::handle launcher, const Which& which) {
+  const auto& [indices, count, index_bytes, rows] = which;
+  PreparedRows& found = plans.of(launcher, {.index_bytes = index_bytes, .count = count}, rows);
   found.parameter.point_to(indices, count, rows);
   return nb::make_tuple(found.launch, nb::bytes(found.parameter.data(), found.parameter.nbytes()));
 }
@@ -87,14 +81,16 @@ PreparedRows& RowPlans::of(nb::handle launcher, RowSize size, uint64_t rows) {
   const nb::tuple made = staying([&] {
     const nb::object counting =
         size.counting == Counting{} ? nb::none() : nb::cast(nb::tuple(nb::cast(size.counting)));
+    const nb::object sms = size.sms == 0 ? nb::none() : nb::cast(size.sms);
     return nb::tuple(launcher.attr("prepare_rows")(name_of(size.verb), size.count, size.index_bytes,
-                                                   rows, counting));
+                                                   rows, counting, sms));
   });
   return plans_.keep(size, PreparedRows(made[0], nb::bytes(made[1]), members_));
 }
 
 const char* name_of(RowSize::Verb verb) {
-  return verb == RowSize::Verb::kGather ? "gather" : "prefetch";
+  constexpr const char* kNames[] = {"gather", "stream", "prefetch"};
+  return kNames[size_t(verb)];
 }
 
 std::vector<Controller*> controllers_of(nb::handle uses) {
@@ -130,6 +126,5 @@ void bind_row_plans(nanobind::module_& m) {
             new (self) RowPlans({own_members_at, look_ahead_at});
           },
           nb::arg("own_members_at"), nb::arg("look_ahead_at"))
-      .def("gather", &gather, nb::arg("launcher"), nb::arg("indices"), nb::arg("count"),
-           nb::arg("index_bytes"), nb::arg("rows"), nb::arg("counting").none());
+      .def("gather", &gather, nb::arg("launcher"), nb::arg("which"));
 }

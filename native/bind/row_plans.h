@@ -4,17 +4,18 @@
 
 #include <nanobind/nanobind.h>
 
+#include <array>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
+#include "bind/cuda.h"
 #include "launch/plan.h"
 #include "nvme/controller.h"
 
 namespace fw::native {
 
 namespace nb = nanobind;
-
-inline cuda::Handle handle(uintptr_t value) { return reinterpret_cast<cuda::Handle>(value); }
 
 // A plan, and the launch of Python's that owns what it names.
 struct Prepared {
@@ -47,6 +48,11 @@ class RowPlans {
 };
 
 const char* name_of(RowSize::Verb verb);
+
+// Operands of a gather that the GPU reaches: address of the indices, their number and size, and
+// address of the rows.
+using Which = std::tuple<uint64_t, uint64_t, uint8_t, uint64_t>;
+using Counting = std::array<uint64_t, 3>;  // see `RowSize`
 
 // The controllers among what a launch uses: memory, and controllers, which waiting threads serve.
 // The caller's argument keeps all of it alive until the launch has ended, even if it is closed

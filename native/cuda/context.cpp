@@ -300,7 +300,7 @@ Result Context::launch_among(std::span<const Handle> others, bool both_ways, Han
     Result result = is_captured(stream);
     if (result != kSuccess) return result;
     for (const Handle other : others) {
-      if (both_ways && (result = is_captured(other)) != kSuccess) return result;
+      if (other != own_ && (result = is_captured(other)) != kSuccess) return result;
     }
     const Relaxed relaxed(driver_);
     for (const Handle other : others) {

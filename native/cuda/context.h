@@ -85,7 +85,7 @@ class Context {
   // `event` is used inside the call only, so threads may share it.
   Result order(Handle before, Handle after, Handle event) const;
   // Launches after the present work on other streams; with `both_ways` their later work waits for
-  // the launch, too. If a stream that would wait is being captured, it does nothing, and returns
+  // the launch, too. If one of all these streams is being captured, it does nothing, and returns
   // kCaptured. `event` is as for `order`. It launches in the order of the accesses to `arrays`,
   // too.
   Result launch_among(std::span<const Handle> others, bool both_ways, Handle event, Handle function,

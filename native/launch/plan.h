@@ -33,11 +33,13 @@ struct RowSize {
   // Address bits that select the kernel; see `element_bytes`.
   static constexpr uint64_t kAlignmentMax = 16;
 
-  enum class Verb : uint8_t { kGather, kPrefetch };
+  // A stream is a gather of rows that need no frame.
+  enum class Verb : uint8_t { kGather, kStream, kPrefetch };
 
   Verb verb = Verb::kGather;
   uint8_t index_bytes = 8;
   uint8_t alignment = 0;  // of the rows' address, modulo kAlignmentMax
+  uint16_t sms = 0;       // the most multiprocessors; 0: as many as are useful
   uint64_t count = 0;
   // How indices count rows, as `row_params` has it; zeros: as the array does.
   std::array<uint64_t, 3> counting = {};
@@ -47,10 +49,10 @@ struct RowSize {
 
 struct RowSizeHash {
   size_t operator()(const RowSize& size) const {
-    const uint64_t small = uint64_t(size.index_bytes) << 8 | size.alignment << 1 |
-                           uint64_t(size.verb == RowSize::Verb::kPrefetch);
+    const uint64_t small = uint64_t(size.sms) << 16 | uint64_t(size.index_bytes) << 8 |
+                           size.alignment << 2 | uint64_t(size.verb);
     const auto& [end, front, negative] = size.counting;
-    return size_t((size.count << 16 | small) ^ end * 0x9E3779B97F4A7C15 ^
+    return size_t((size.count << 32 | small) ^ end * 0x9E3779B97F4A7C15 ^
                   front * 0xC2B2AE3D27D4EB4F ^ negative);
   }
 };

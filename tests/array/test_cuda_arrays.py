@@ -28,6 +28,7 @@ import flashwarp as fw
 from flashwarp import endings
 from flashwarp.array import in_flight
 from flashwarp.device import DeviceArray
+from flashwarp.device.cuda import _CudaLaunch
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -648,7 +649,7 @@ def check_call_that_was_launched_in_part_keeps_its_seat() -> None:
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(x.device.context, "launch_and_append", break_off)
+            patch.setattr(_CudaLaunch, "among", break_off)
             with pytest.raises(KeyboardInterrupt):
                 x.scatter_async(index, values)
         seats = [seat for queue in made._queues for seat in queue.seats]

@@ -287,6 +287,46 @@ def check_rows_in_place_are_pulled_by_few_warps() -> None:
         x.check()  # the pipeline's stream is gone, and the array does not wait for it
 
 
+def check_rows_in_place_are_pulled_by_one_call_of_the_extension() -> None:
+    device = gpu()
+    memory = fw.storage.Memory(np.zeros(200_000, np.int64))
+    with (
+        device,
+        fw.open(memory, "r+", "i8", device=device, cache="64 KiB") as x,
+        fw.Pipeline(x, 1000, sms=3, stream=1) as p,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(fw.Array, "_queue", None)
+        ids, own = x.device.empty_array((1000,), np.int64), p._route._side.handle
+        fake().fake_hold(1)
+        for _ in range(2):
+            p.prefetch(ids)
+            assert len(p.take()) == 1000
+
+        assert stream_of_last_launch(x) == own
+        assert fake().fake_waits(own, 1), "the caller's work has computed the ids"
+        assert own in x._attachment._streams
+        assert x._attachment.launcher.moved.rows == 2000
+        fake().fake_hold(0)
+
+
+def check_a_pull_becomes_part_of_a_capture() -> None:
+    device = gpu()
+    memory = fw.storage.Memory(np.zeros(200_000, np.int64))
+    with device, fw.open(memory, "r", "i8", device=device, cache="64 KiB") as x:
+        stream = x.device.create_stream()
+        with fw.Pipeline(x, 1000, stream=stream) as p:
+            ids = x.device.empty_array((1000,), np.int64)
+            p.prefetch(ids)
+            p.take()
+            fake().fake_capture_begin(stream.handle)
+            p.prefetch(ids)
+            p.take()
+            assert fake().fake_capture_end() == 1, "the capture broke"
+            assert x._attachment.launcher.graphs.count == 1
+        fake().fake_destroy_graphs()
+
+
 def check_a_destination_that_the_driver_refuses_fails_its_batch() -> None:
     assert fake().fake_run_streams() == 0
     with (

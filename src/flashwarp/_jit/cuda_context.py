@@ -470,60 +470,6 @@ class ContextOfStreams:
         if result:
             self.refuse_launch(result, kernel, blocks, block_threads, stream)
 
-    def launch_among(
-        self,
-        others: tuple[int, ...],
-        both_ways: bool,
-        mark: int,
-        size: tuple[Kernel, int, int],
-        params: tuple[bytes, ...],
-        stream: int,
-    ) -> bool:
-        """Launch a kernel after the present work of other streams.
-
-        With `both_ways` their later work waits for the launch, too. Returns False, and does
-        nothing, if a stream that would wait is being captured. `mark` is an event. `size` is the
-        kernel, and its blocks and their threads.
-        """
-        kernel, blocks, threads = size
-        if not self._open:
-            self._require_open()
-        result = self.calls.launch_among(
-            others, both_ways, mark, kernel.handle, blocks, threads, params, stream
-        )
-        if not result:
-            return True
-        if result not in (CAPTURED, _CAPTURE_IMPLICIT):
-            self.refuse_launch(result, kernel, blocks, threads, stream)
-        return False
-
-    def launch_and_append(
-        self,
-        others: tuple[int, ...],
-        mark: int,
-        size: tuple[Kernel, int, int],
-        params: tuple[bytes, ...],
-        stream: int,
-        end: End,
-    ) -> bool:
-        """Launch a kernel as `launch_among` does, record an event, and append an entry to a list.
-
-        No signal handler runs between these steps. If the launch fails, nothing is appended. If
-        the kernel runs and only the recording fails, the entry is appended and the error raised.
-        """
-        kernel, blocks, threads = size
-        self._require_open()
-        result, recorded = self.calls.launch_and_append(
-            others, mark, kernel.handle, blocks, threads, params, stream, *end
-        )
-        if result in (CAPTURED, _CAPTURE_IMPLICIT):
-            return False
-        if result:
-            self.refuse_launch(result, kernel, blocks, threads, stream)
-        if recorded:
-            self.require(recorded, "cuEventRecord")
-        return True
-
     def refuse_launch(
         self, result: int, kernel: Kernel, blocks: int, block_threads: int, stream: int
     ) -> None:

@@ -193,7 +193,7 @@ class Array(Protocols):
         """
         attachment = self._attachment
         try:
-            rows = attachment.row_calls.gather(idx, out, stream, attachment.finish_launch)
+            rows = attachment.row_calls.gather(idx, out, stream, attachment.finish)
         except DeviceError as error:
             self._turns.raise_reason(error)
         return self._gather(idx, out, stream) if rows is None else rows
@@ -285,7 +285,7 @@ class Array(Protocols):
         """
         attachment = self._attachment
         try:
-            if attachment.row_calls.prefetch(idx_or_slice, stream, attachment.finish_launch):
+            if attachment.row_calls.prefetch(idx_or_slice, stream, attachment.finish):
                 return
         except DeviceError as error:
             self._turns.raise_reason(error)

@@ -22,7 +22,7 @@ from flashwarp.array.calls import Calls, time_limit_s
 from flashwarp.array.failures import Failures
 from flashwarp.array.stats import Stats
 from flashwarp.cache.cache import Cache
-from flashwarp.device import CudaDevice, Launch
+from flashwarp.device import CudaDevice
 from flashwarp.errors import (
     CaptureError,
     DeviceError,
@@ -209,12 +209,6 @@ class Attachment(endings.NotCopied):
             self.idle_streams()
         if self.device.kind != "cpu":
             self.device.wait(stream, timeout_s=time_limit_s())
-
-    def finish_launch(self, what: str, stream: int | None, launch: Launch, result: int) -> None:
-        """Do as `finish` after a launch of `row_calls`; raise why if the driver refused it."""
-        if result:
-            launch.refuse(result, stream or 0)
-        self.finish(what, stream)
 
     def join(self, stream: int, *, refreshes: bool = False, uses: Sequence[object] = ()) -> None:
         """Prepare for a launch on a stream of the caller's, which may be in a capture.

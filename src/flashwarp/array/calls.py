@@ -257,9 +257,9 @@ class Calls(InFlight):
                 self._device.order(before, queue.stream)
             call.start(seat.launcher, stream, end)
             return
-        launch, params = seat.launcher.gather_launch(*call.tensors)
+        launch, params = seat.launcher.plans.gather(seat.launcher, call.tensors)
         seat.launcher.wake()
-        if not launch.append_after((params,), (*call.after,), stream, end):
+        if not launch.among((params,), stream, (*call.after,), end=end):
             self._refuse_capture(call.verb, call.after)
             raise CaptureError("a stream of the library's is being captured")
         self._launcher.moved.add(call.tensors[1])

@@ -97,7 +97,7 @@ class Call:
     lines: int = 0  # that a prefetch of its rows asks for
     fetching: bool = False
     seat: Seat | None = None
-    tensors: tuple[int, int, int, int] | None = None  # for `Launcher.gather_launch`
+    tensors: tuple[int, int, int, int] | None = None  # for `RowPlans.gather`
     ordered: bool = True  # behind what it conflicts with, and before what follows
     quick: bool = False  # whether `Device.end_calls` may end it, with this result
     result: Any = None

@@ -444,7 +444,6 @@ class _CudaLaunch(Launch):
         self._context = device.context
         self._size = kernel, blocks, block_threads
         self.plan = _native.Plan.on_gpu(kernel.handle, blocks, block_threads)
-        self._own = (device._stream.handle,)
 
     def __call__(
         self,
@@ -460,34 +459,28 @@ class _CudaLaunch(Launch):
         if end is None:
             self._context.launch(*self._size, arguments, handle)
         else:
-            self.append_after((*arguments,), (), handle, end)
+            self.among((*arguments,), handle, (), end=end)
 
-    def refuse(self, result: int, stream: int) -> None:
+    def refuse(self, result: int, stream: int, call: str) -> None:
+        """Raise why the driver has refused a call for a launch; the extension asks for it."""
+        if call != "cuLaunchKernel":
+            self._context.require(result, call)
         self._context.refuse_launch(result, *self._size, stream)
 
-    def after_own(self, arguments: tuple[bytes, ...], stream: int) -> bool:
-        if not self._size[1]:
-            return True
-        return self._context.launch_among(
-            self._own, False, self._device._mark, self._size, arguments, stream
-        )
-
-    def append_after(
+    def among(
         self,
         arguments: tuple[bytes, ...],
-        others: tuple[int, ...],
         stream: int,
-        end: cuda_context.End,
+        others: tuple[int, ...],
+        *,
+        both_ways: bool = False,
+        arrays: Sequence[_native.RowCalls] = (),
+        end: cuda_context.End | None = None,
     ) -> bool:
-        return self._context.launch_and_append(
-            others, self._device._mark, self._size, arguments, stream, end
-        )
-
-    def among(self, arguments: tuple[bytes, ...], others: tuple[int, ...]) -> bool:
-        if not self._size[1]:
-            return True
-        return self._context.launch_among(
-            others, True, self._device._mark, self._size, arguments, *self._own
+        self._device._check_open()
+        launching = self._device.launching
+        return _native.launch_among(
+            launching, self, arguments, stream, others, both_ways, arrays, end
         )
 
 

@@ -46,35 +46,22 @@ class Launch(ABC):
     ) -> None:
         """Launch it."""
 
-    def after_own(self, arguments: tuple[bytes, ...], stream: int) -> bool:
-        """Launch it on a GPU's stream, after what the library's own stream has queued.
-
-        Returns False, and does nothing, if the stream is being captured.
-        """
-        raise NotImplementedError
-
-    def refuse(self, result: int, stream: int) -> None:
-        """Raise why the driver has refused it on a GPU's stream."""
-        raise NotImplementedError
-
-    def append_after(
+    def among(
         self,
         arguments: tuple[bytes, ...],
-        others: tuple[int, ...],
         stream: int,
-        end: cuda_context.End,
+        others: tuple[int, ...],
+        *,
+        both_ways: bool = False,
+        arrays: Sequence[_native.RowCalls] = (),
+        end: cuda_context.End | None = None,
     ) -> bool:
-        """Launch it on a GPU's stream after the present work of others, and mark its end.
+        """Launch it on a GPU's stream, after the present work of others, and mark its end.
 
-        Returns False, and does nothing, if one of these streams is being captured. If an error is
-        raised and `end` has its entry, the launch runs, and its end is not marked.
-        """
-        raise NotImplementedError
-
-    def among(self, arguments: tuple[bytes, ...], others: tuple[int, ...]) -> bool:
-        """Launch it on a GPU's own stream, between the present and the later work of others.
-
-        Returns False, and does nothing, if one of these streams is being captured.
+        With `both_ways` their later work waits for the launch, too. It loads from `arrays`, in
+        their turns and orders, which note that the stream has work. Returns False, and does
+        nothing, if one of these streams is being captured. If an error is raised and `end` has its
+        entry, the launch runs, and its end is not marked.
         """
         raise NotImplementedError
 

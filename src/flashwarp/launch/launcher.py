@@ -231,17 +231,6 @@ class Launcher:
             *(self.look_ahead(), strays, index_bytes, self._segments, batch, 0, *deferred),
         )
 
-    def gather_launch(
-        self,
-        indices: int,
-        count: int,
-        index_bytes: int,
-        buffer: int,
-        counting: Counting | None = None,
-    ) -> tuple[Launch, bytes]:
-        """Prepare a gather of rows on a GPU: the launch, and its parameter."""
-        return self.plans.gather(self, indices, count, index_bytes, buffer, counting)
-
     def prepare_rows(
         self,
         verb: str,
@@ -249,15 +238,16 @@ class Launcher:
         index_bytes: int,
         buffer: int,
         counting: Counting | None = None,
+        sms: int | None = None,
     ) -> tuple[Launch, bytes]:
         """Prepare calls of one size on rows by index: the launch, and its parameter.
 
         Each call has indices and a buffer of its own, and a number if it defers its misses.
         """
-        name, warps, batch, deferred = self._plan(verb, count, buffer)
+        name, warps, batch, deferred = self._plan(verb, count, buffer, _Most(sms=sms))
         row = self.format.row_bytes
         params = self._pack(0, count, index_bytes, buffer, row, batch, 0, deferred, counting)
-        launch = self._prepared_launch(name, warps, len(params))
+        launch = self._prepared_launch(name, warps, len(params), sms)
         return launch, params
 
     def _plan(

@@ -81,10 +81,17 @@ class InPlace(GpuRoute):
                 pieces = buffer.address + places, sources, nbytes
                 self._copy(chosen, pieces, self._side, stream, ticket)
                 return
-        rows = Rows(buffer.address, buffer.rows, None, buffer.library or "numpy")
         # A batch passes once. In place its rows need no frame, and rows that lie in frames are
         # taken from there.
-        self._pull("stream" if self._in_place else "gather", chosen, rows, stream, ticket)
+        verb = "stream" if self._in_place else "gather"
+        if isinstance(chosen, Index) and chosen.held is None:
+            which = chosen.address, len(chosen), chosen.itemsize, buffer.address
+            calls = self.array._attachment.row_calls
+            if calls.queue(verb, which, self._side.handle, stream, self._sms):
+                ticket.end = self._side.signal()
+                return
+        rows = Rows(buffer.address, buffer.rows, None, buffer.library or "numpy")
+        self._pull(verb, chosen, rows, stream, ticket)
 
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
         if self._copies is None or not _by_copies(chosen):

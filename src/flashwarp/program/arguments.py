@@ -76,14 +76,15 @@ class Launch:
         if self.device.kind == "cpu":
             prepared(params, None, uses)
             return
+        own = self.device.own_stream()
         if self.handle is not None:
-            if not prepared.after_own(params, self.handle):
+            if not prepared.among(params, self.handle, (own,)):
                 self.device.order(None, self.handle)
                 prepared(params, self.handle, uses)
             return
         self.device.refuse_capture("a launch without stream=", "give it the stream")
         others = (*self._neighbours,)
-        if not prepared.among(params, others):
+        if not prepared.among(params, own, others, both_ways=True):
             captured = next(each for each in others if self.device.capture(each) is not None)
             raise CaptureError(
                 f"an argument of the launch is in use on stream {captured:#x}, which is being "

@@ -13,21 +13,18 @@ import enum
 import functools
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.device import DeviceMemory, Launch
-from flashwarp.errors import ArgumentError, ClosedError, FlashwarpError
+from flashwarp.errors import ArgumentError, ClosedError
 from flashwarp.launch.operands import Index
 from flashwarp.launch.order import in_order
 from flashwarp.table.structs import LookupParams, LookupTableStruct, TableScalesStruct
 
 __all__ = ["Bags", "Ids", "Lookup", "Number", "Pooling", "Scales", "Table", "Weights"]
-
-T = TypeVar("T")
 
 # Lanes of a warp on a GPU, and bytes that a lane loads at a time.
 _LANES = 32
@@ -372,58 +369,28 @@ class Lookup:
 
     def _gather(self, ids: Ids, out: int, stream: int | None) -> None:
         """Copy whole rows as they are stored, as a gather of the array does."""
-        if ids.count:
-            self._arrays[0]._turns.come_behind(False)
-            act = functools.partial(self._gather_in_turn, ids, out, stream)
-            endings.holding(self._turns, act)
+        if not ids.count:
+            return
+        array = self._arrays[0]
+        which = ids.address, ids.count, ids.nbytes, out
+        if stream is not None:
+            own = self.device.own_stream()
+            if array._attachment.row_calls.queue("gather", which, stream, own, 0, self._counting):
+                return
+        array._turns.come_behind(False)
+        act = functools.partial(self._gather_in_turn, ids, out, stream)
+        endings.holding(self._turns, act)
 
     def _gather_in_turn(self, ids: Ids, out: int, stream: int | None) -> None:
         array = self._arrays[0]
         array._turns.begin()
         attachment = array._attachment
-        launcher = attachment.launcher
-        if stream is not None and not launcher.watchers:
-            which = (ids.address, ids.count, ids.nbytes, out)
-            launch, params = launcher.gather_launch(*which, self._counting)
-            launcher.wake()
-            if self._launched(launch, params, stream):
-                launcher.moved.add(ids.count)
-                return
         if stream is not None:
             self._join(stream)
         index = Index(ids.address, (ids.count,), ids.nbytes, "", None, checked=False)
-        launcher.move("gather", index, out, stream, counting=self._counting)
+        attachment.launcher.move("gather", index, out, stream, counting=self._counting)
         if stream is None:
             attachment.finish("a lookup", None)
-
-    def _launched(self, launch: Launch, params: bytes, stream: int) -> bool:
-        """Launch by one call, and note the stream; return False if it is in a capture.
-
-        Uploads, and calls that are queued on the library's own stream, come first.
-        """
-        attachments = [array._attachment for array in self._arrays]
-        # Before the launch: if a signal handler raises behind it, `close` must wait all the same.
-        fresh = [each._streams for each in attachments if stream not in each._streams]
-        for streams in fresh:
-            streams.add(stream)
-        launched = False
-        try:
-            queue = functools.partial(launch.after_own, (params,), stream)
-            launched = self._in_order(stream, queue)
-        except FlashwarpError:
-            _forget(fresh, stream)  # which may not exist
-            raise
-        if not launched:
-            _forget(fresh, stream)
-            return False
-        for each in attachments:
-            each.note_stream(stream)
-        return True
-
-    def _in_order(self, stream: int | None, queue: Callable[[], T]) -> T:
-        return in_order(
-            [(array._attachment.launcher, False) for array in self._arrays], stream, queue
-        )
 
     def _join(self, stream: int) -> None:
         """Prepare for launches on a stream that may be in a capture."""
@@ -432,7 +399,7 @@ class Lookup:
         uses += [table.scales.owner for table in self.tables if table.scales is not None]
         for array in self._arrays:
             array._attachment.join(stream, uses=uses)
-        # As in `_launched`.
+        # Uploads, and calls that are queued on the library's own stream, come first.
         self.device.order(None, stream)
 
     def _run(self, count: int) -> int:
@@ -502,10 +469,14 @@ class Lookup:
                 launcher = array._attachment.launcher
                 launcher.moved.add(ids.count)
                 uses += launcher.wake()
-            if stream is None or not self._launched(launch, params, stream):
+            calls = [array._attachment.row_calls for array in self._arrays]
+            # Uploads, and calls that are queued on the library's own stream, come first.
+            own = (self.device.own_stream(),)
+            if stream is None or not launch.among((params,), stream, own, arrays=calls):
                 if stream is not None:
                     self._join(stream)
-                self._in_order(stream, functools.partial(launch, (params,), stream, uses))
+                accesses = [(array._attachment.launcher, False) for array in self._arrays]
+                in_order(accesses, stream, functools.partial(launch, (params,), stream, uses))
         finally:
             # A kept exception keeps this frame. That must not keep the arrays' files open.
             uses.clear()
@@ -524,8 +495,3 @@ class Lookup:
         self._closed = True
         if self._memory is not None:
             self._memory.close()
-
-
-def _forget(streams: Sequence[set[int]], stream: int) -> None:
-    for each in streams:
-        each.discard(stream)
