@@ -14,7 +14,7 @@ FW_HOST_DEVICE uint64_t mix64(uint64_t x) {
 }
 
 // Reads `blocks` blocks from `lba` on by one command for each lane of `members`, and waits for
-// them. Calls use(batch, address, good) with all lanes of `here` for each batch that a ring has
+// them. Calls use(bundle, address, good) with all lanes of `here` for each bundle that a ring has
 // slots for: where a lane's data lies, and whether it came. If commands move the data themselves,
 // it lies at `target`. False when the storage does not answer; errors are recorded with the volume.
 template <typename Use>
@@ -22,11 +22,11 @@ FW_DEVICE bool read_blocks(cache::line_cache& c, cache::volume& v, nvme::queue_p
                            lanes members, uint64_t lba, uint32_t blocks, uint64_t target, Use use) {
   cache::line_finisher finisher{c};
   while (members) {
-    const lanes batch = cache::first_batch(q, members);
-    const bool mine = batch.mine();
-    members -= batch;
-    const uint32_t ticket = nvme::take_tickets(q, here, batch);
-    if (!nvme::wait_for_slots(q, here, batch, ticket, finisher)) {
+    const lanes bundle = cache::first_bundle(q, members);
+    const bool mine = bundle.mine();
+    members -= bundle;
+    const uint32_t ticket = nvme::take_tickets(q, here, bundle);
+    if (!nvme::wait_for_slots(q, here, bundle, ticket, finisher)) {
       if (mine) cache::record_error(v, nvme::kTimedOut, nvme::kRead, v.line_begin);
       return false;
     }
@@ -41,11 +41,11 @@ FW_DEVICE bool read_blocks(cache::line_cache& c, cache::volume& v, nvme::queue_p
     }
     here.sync();
     nvme::publish(q, here);
-    const uint32_t status = nvme::wait_for_completions(q, here, batch, ticket, finisher);
+    const uint32_t status = nvme::wait_for_completions(q, here, bundle, ticket, finisher);
     if (mine && status != nvme::kSuccess) {
       cache::record_error(v, status, nvme::kRead, v.line_begin);
     }
-    use(batch, address, mine && status == nvme::kSuccess);
+    use(bundle, address, mine && status == nvme::kSuccess);
     if (mine && status != nvme::kTimedOut) nvme::release_slot(q, ticket);
   }
   return true;

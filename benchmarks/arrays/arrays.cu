@@ -116,11 +116,11 @@ FW_KERNEL_RESIDENT(2) queue_read(const FW_GRID_CONSTANT bench::queue_params p) {
     const uint64_t lba = bench::mix64(item + p.seed) % p.blocks * blocks;
     const uint64_t target =
         reinterpret_cast<uint64_t>(p.target) + (item % p.target_blocks) * p.block_bytes;
-    const auto take = [&](lanes batch, uint64_t address, bool) {
+    const auto take = [&](lanes bundle, uint64_t address, bool) {
       if (p.data == 0 || q.data.path == nvme::kDirect) return;
       // Each lane has acquired its own completion; now all lanes read all of the data.
       here.sync();
-      for (const uint32_t source : batch) {
+      for (const uint32_t source : bundle) {
         warp::copy<warp::source::kStream>(here, here.broadcast(target, source),
                                           here.broadcast(address, source), p.block_bytes);
       }

@@ -105,19 +105,19 @@ FW_CRC32C_TARGET uint32_t step_byte(uint32_t crc, uint8_t byte) {
 #endif
 }
 
-// Three lanes of kLaneBytes side by side, as often as they fit. The instruction takes 3 cycles, and
-// a new one can start each cycle.
-template <size_t kLaneBytes>
-FW_CRC32C_TARGET uint32_t three_lanes(uint32_t crc, const uint8_t*& at, size_t& n) {
-  for (; n >= 3 * kLaneBytes; n -= 3 * kLaneBytes, at += 3 * kLaneBytes) {
+// Three strands of kStrandBytes side by side, as often as they fit. The instruction takes 3 cycles,
+// and a new one can start each cycle.
+template <size_t kStrandBytes>
+FW_CRC32C_TARGET uint32_t three_strands(uint32_t crc, const uint8_t*& at, size_t& n) {
+  for (; n >= 3 * kStrandBytes; n -= 3 * kStrandBytes, at += 3 * kStrandBytes) {
     uint32_t second = 0, third = 0;
-    for (size_t i = 0; i < kLaneBytes; i += 8) {
+    for (size_t i = 0; i < kStrandBytes; i += 8) {
       crc = step(crc, load(at + i));
-      second = step(second, load(at + kLaneBytes + i));
-      third = step(third, load(at + 2 * kLaneBytes + i));
+      second = step(second, load(at + kStrandBytes + i));
+      third = step(third, load(at + 2 * kStrandBytes + i));
     }
-    crc = Shift<kLaneBytes>::apply(crc) ^ second;
-    crc = Shift<kLaneBytes>::apply(crc) ^ third;
+    crc = Shift<kStrandBytes>::apply(crc) ^ second;
+    crc = Shift<kStrandBytes>::apply(crc) ^ third;
   }
   return crc;
 }
@@ -125,10 +125,10 @@ FW_CRC32C_TARGET uint32_t three_lanes(uint32_t crc, const uint8_t*& at, size_t& 
 FW_CRC32C_TARGET uint32_t crc32c_instruction(uint32_t crc, const void* data, size_t n) {
   const auto* at = static_cast<const uint8_t*>(data);
   crc = ~crc;
-  // Long lanes for the prefetchers of the processor, which follow streams; short ones for the rest.
-  crc = three_lanes<(64 << 10)>(crc, at, n);
-  crc = three_lanes<(4 << 10)>(crc, at, n);
-  crc = three_lanes<256>(crc, at, n);
+  // Long strands for the prefetchers of the processor, which follow streams; then short ones.
+  crc = three_strands<(64 << 10)>(crc, at, n);
+  crc = three_strands<(4 << 10)>(crc, at, n);
+  crc = three_strands<256>(crc, at, n);
   for (; n >= 8; n -= 8, at += 8) crc = step(crc, load(at));
   for (; n != 0; n--, at++) crc = step_byte(crc, *at);
   return ~crc;

@@ -77,14 +77,14 @@ nb::dict layouts() {
   FW_STRUCTURE("line_cache", cache::line_cache, geometry, set_control, volumes, page_bytes,
                tier_ways, tier, refusals, volume_end)
   FW_STRUCTURE("miss_list", cache::miss_list, state, head, tail, capacity_log2)
-  FW_STRUCTURE("list_use", cache::list_use, list, launch, blocks, batch)
+  FW_STRUCTURE("list_use", cache::list_use, list, launch, blocks, bundle)
   FW_STRUCTURE("share_table", cache::share_table, words, copies, locks, overflows, bucket_bits)
   FW_STRUCTURE("array", array<float>, geometry, cache, volume, line_begin, length)
   FW_STRUCTURE("file_state", file_state, size)
   FW_STRUCTURE("file", file, bytes, state, mode, lines_ahead, fixed_size)
   FW_STRUCTURE("row_params", kernels::row_params, geometry, cache, volume, indices, index_count,
                rows, row_bytes, row_count, from_front, from_end, look_ahead, strays, index_bytes,
-               segments, batch, misses)
+               segments, bundle, misses)
   FW_STRUCTURE("maintenance_params", kernels::maintenance_params, cache, volume, line_begin,
                line_end, lba, lba_count, opcode, prp1, cdw10, drop)
   FW_STRUCTURE("client_params", kernels::client_params, rows, line_begin, epoch, epoch_opened,

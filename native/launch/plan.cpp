@@ -8,7 +8,7 @@ namespace {
 // How a launch uses the list of misses, `cache::list_use`, the last member of its parameter.
 struct ListUse {
   uint64_t list, launch;
-  uint32_t blocks, batch;
+  uint32_t blocks, bundle;
 };
 
 }  // namespace

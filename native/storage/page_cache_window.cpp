@@ -124,14 +124,14 @@ bool PageCacheWindow::read(uint64_t offset, void* target, size_t n) {
 void PageCacheWindow::read_each(base::host_copy* copies, uint32_t count) {
   const int64_t now = coarse_ns();
   if (!guard_holds(now)) return;
-  for (; count != 0; copies += std::min(count, kBatchMax), count -= std::min(count, kBatchMax)) {
-    read_batch(copies, std::min(count, kBatchMax), now);
+  for (; count != 0; copies += std::min(count, kGroupMax), count -= std::min(count, kGroupMax)) {
+    read_group(copies, std::min(count, kGroupMax), now);
   }
 }
 
-void PageCacheWindow::read_batch(base::host_copy* copies, uint32_t count, int64_t now_ns) {
-  std::array<GuardedCopy, kBatchMax> guarded;
-  std::array<base::host_copy*, kBatchMax> whose;
+void PageCacheWindow::read_group(base::host_copy* copies, uint32_t count, int64_t now_ns) {
+  std::array<GuardedCopy, kGroupMax> guarded;
+  std::array<base::host_copy*, kGroupMax> whose;
   uint32_t found = 0;
   for (uint32_t i = 0; i < count; ++i) {
     const uint64_t begin = file_begin_ + copies[i].offset;

@@ -58,9 +58,9 @@ class PageCacheWindow {
                   Seen* seen);
 
   // Copies for which one check of the file's size is enough.
-  static constexpr uint32_t kBatchMax = 32;
+  static constexpr uint32_t kGroupMax = 32;
 
-  void read_batch(base::host_copy* copies, uint32_t count, int64_t now_ns);
+  void read_group(base::host_copy* copies, uint32_t count, int64_t now_ns);
   bool guard_holds(int64_t now_ns);
   bool is_resident(uint64_t begin, uint64_t end, int64_t now_ns);
   void look(uint64_t begin, uint64_t end, Seen& seen) const;

@@ -359,7 +359,7 @@ def test_ways_from_the_page_cache_bring_the_same_rows(tmp_path, cpu, monkeypatch
     rates, missing, _ = features.from_page_cache(path, SMALL, cpu, compile_pull(cpu))
 
     ways = [features.OURS, features.UVA] + [features.SELECT] * bool(torch) + [features.MEMMAP]
-    assert [rate.way for rate in rates] == ways
+    assert [rate.how for rate in rates] == ways
     assert {rate.rows for rate in rates} == {4 * 256}
     assert 0 < rates[0].hit_rate < 1
     assert missing == ([] if torch else [f"{features.SELECT}: torch is not installed"])
@@ -400,8 +400,8 @@ def test_a_slow_way_is_not_asked_for_more_rows(tmp_path, cpu, monkeypatch):
 
     rates, _ = features._from_disk(path, SMALL, cpu)
 
-    assert [rate.call_rows for rate in rates if rate.way == features.MEMMAP] == [1]
-    assert [rate.call_rows for rate in rates if rate.way == features.OURS] == [1, 64, 256]
+    assert [rate.call_rows for rate in rates if rate.how == features.MEMMAP] == [1]
+    assert [rate.call_rows for rate in rates if rate.how == features.OURS] == [1, 64, 256]
 
 
 def test_table_that_cannot_be_pinned_is_named(tmp_path, cpu, monkeypatch):
@@ -419,7 +419,7 @@ def test_table_that_cannot_be_pinned_is_named(tmp_path, cpu, monkeypatch):
 
     rates, missing, _ = features.from_page_cache(path, SMALL, cpu, compile_pull(cpu))
 
-    assert features.UVA not in [rate.way for rate in rates]
+    assert features.UVA not in [rate.how for rate in rates]
     assert missing[0] == f"{features.UVA}: 16777216 bytes of pinned memory are too many"
 
 

@@ -41,7 +41,7 @@ def blocks_of(facts: Any, address: int | None = LIST) -> int:
     found = deferral(facts, address).of(1 << 20, 1 << 15, 32)
     used = ListUseStruct(*found)
     assert used.list == (LIST if used.blocks else 0)
-    assert used.batch == (32 if used.blocks else 0)
+    assert used.bundle == (32 if used.blocks else 0)
     return used.blocks
 
 
@@ -63,16 +63,16 @@ def test_storage_decides_how_many_blocks_drain(facts: Any, blocks: int) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "warps"), [(2, 64), (8, 256)])
-@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("bundle", [1, 32])
 def test_launches_of_any_size_defer_but_those_of_few_warps(
-    blocks: int, warps: int, batch: int
+    blocks: int, warps: int, bundle: int
 ) -> None:
     found = deferral(service(waits_for_disk=blocks == 2))
 
     assert found.blocks == blocks
-    assert found.of(warps - 1, warps - 1, batch) == NOT_DEFERRED
+    assert found.of(warps - 1, warps - 1, bundle) == NOT_DEFERRED
     for many in (1, 2, 17, 1000):
-        assert found.of(warps * many, warps * many, batch) != NOT_DEFERRED
+        assert found.of(warps * many, warps * many, bundle) != NOT_DEFERRED
 
 
 def test_elements_defer_only_on_demand() -> None:

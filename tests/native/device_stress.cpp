@@ -178,7 +178,7 @@ class Rig {
           });
           break;
         case 6:
-          check_batch(which, element, seen[which], random);
+          check_bundle(which, element, seen[which], random);
           break;
         default:
           check(which, element, seen[which], [&] { return v.array[element]; });
@@ -257,16 +257,16 @@ class Rig {
     seen[element] = version;
   }
 
-  // Reads elements in a batch, as gathers do: out of frames, and around the cache.
-  void check_batch(uint32_t which, uint32_t first, std::vector<uint32_t>& seen,
-                   std::mt19937& random) {
+  // Reads elements in a bundle, as gathers do: out of frames, and around the cache.
+  void check_bundle(uint32_t which, uint32_t first, std::vector<uint32_t>& seen,
+                    std::mt19937& random) {
     using reader = cache::piece_reader<fw::policy>;
     const fw::array<uint64_t>& a = volumes_[which].array;
-    cache::piece pieces[reader::kBatch];
-    uint64_t values[reader::kBatch];
-    uint32_t elements[reader::kBatch];
-    uint32_t finished[reader::kBatch];
-    const uint32_t count = 1 + random() % reader::kBatch;
+    cache::piece pieces[reader::kBundle];
+    uint64_t values[reader::kBundle];
+    uint32_t elements[reader::kBundle];
+    uint32_t finished[reader::kBundle];
+    const uint32_t count = 1 + random() % reader::kBundle;
     for (uint32_t i = 0; i < count; ++i) {
       elements[i] = i == 0 ? first : random() % g_.elements;
       finished[i] = volumes_[which].finished[elements[i]].load(std::memory_order_acquire);

@@ -142,7 +142,7 @@ class Rig {
     r.row_bytes = g_.width * sizeof(float);
     r.row_count = g_.rows;
     r.index_bytes = 8;
-    r.batch = 1;
+    r.bundle = 1;
     // Rows begin anywhere.
     r.segments = (r.row_bytes + kLineBytes - 2) / kLineBytes + 1;
     r.rows = reinterpret_cast<char*>(copies_.data());

@@ -32,7 +32,7 @@ class RowJob {
   // First prefetches the rows, in a launch of its own that may still run when ours begins.
   void prefetch_first(fw::cache::list_use misses) {
     prefetches_ = true;
-    prefetch_misses_ = {misses.list, misses.launch, misses_.blocks, misses_.batch};
+    prefetch_misses_ = {misses.list, misses.launch, misses_.blocks, misses_.bundle};
   }
 
   // Only prefetches the rows.
@@ -106,7 +106,7 @@ class RowJob {
     p.look_ahead = look_ahead_;
     p.misses = misses_;
     p.index_bytes = 8;
-    p.batch = 1 + uint32_t(indices_.size() % kWidth);
+    p.bundle = 1 + uint32_t(indices_.size() % kWidth);
     // A row may begin at the end of a line.
     p.segments = row_words_ == 1 || kLineBytes % p.row_bytes == 0 ? 1 : 2;
     return p;

@@ -1,4 +1,4 @@
-"""The way of a file's bytes: chosen at open by what fits, and changed when it turns out wrong."""
+"""Page cache or O_DIRECT: chosen at open by what fits, and changed when that turns out wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashwarp import _native
 from flashwarp.config import Config
 from flashwarp.device import host_memory
 from flashwarp.probe.disk import drop_page_cache
-from flashwarp.storage.file_access import FileFacts, ReadFigures, choose_way, reconsider
+from flashwarp.storage.file_access import FileFacts, ReadFigures, choose_o_direct, reconsider
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -66,7 +66,7 @@ LARGE = replace(COLD, nbytes=9 * GIB, allocated_bytes=9 * GIB)
         (replace(COLD, reserved_bytes=int(7.5 * GIB)), True, "exceed the"),
         (replace(COLD, reserved_bytes=9 * GIB), True, "exceed the 0 "),
         (replace(LARGE, writable=True), True, "a writable file keeps this way"),
-        # To be filled: but holes that are only read cost nothing on either way.
+        # To be filled: but holes that are only read cost nothing by either.
         (replace(LARGE, writable=True, allocated_bytes=4 * GIB), False, "were never written"),
         (replace(LARGE, allocated_bytes=0), True, "exceed the"),
         (replace(COLD, nbytes=9 * GIB, direct_refusal="no such flag"), False, "no such flag"),
@@ -75,10 +75,10 @@ LARGE = replace(COLD, nbytes=9 * GIB, allocated_bytes=9 * GIB)
 def test_the_way_is_chosen_by_what_fits_the_memory(
     facts: FileFacts, o_direct: bool, told: str
 ) -> None:
-    way = choose_way(facts, DEFAULTS)
+    choice = choose_o_direct(facts, DEFAULTS)
 
-    assert way.o_direct is o_direct
-    assert told in way.why
+    assert choice.o_direct is o_direct
+    assert told in choice.why
 
 
 @pytest.mark.parametrize("mode", ["r", "r+"])

@@ -15,11 +15,11 @@ namespace fw::native {
 
 class DriveQueue {
  public:
-  // Room for `held_max` completions, and for `batch_max` plain reads of a visit.
-  DriveQueue(ModelledDrive& drive, uint32_t held_max, uint32_t batch_max)
-      : drive_(drive), held_(held_max, monotonic_ns()), arrival_dues_(batch_max) {
-    arrivals_.reserve(batch_max);
-    arrival_cids_.reserve(batch_max);
+  // Room for `held_max` completions, and for `visit_max` plain reads of a visit.
+  DriveQueue(ModelledDrive& drive, uint32_t held_max, uint32_t visit_max)
+      : drive_(drive), held_(held_max, monotonic_ns()), arrival_dues_(visit_max) {
+    arrivals_.reserve(visit_max);
+    arrival_cids_.reserve(visit_max);
   }
 
   uint32_t held() const { return held_.size(); }

@@ -17,7 +17,7 @@ QueueServer::QueueServer(const QueuePairAddresses& addresses, ControllerContext&
       refreshes_backing_(context.storage->mapping_can_shrink()),
       drive_(context.drive == nullptr ? nullptr
                                       : std::make_unique<DriveQueue>(
-                                            *context.drive, addresses.depth - 1, Rings::kBatchMax)),
+                                            *context.drive, addresses.depth - 1, Rings::kVisitMax)),
       memory_(context),
       completions_(rings_, context.errors, counters_, drive_.get()),
       in_flight_(engine == nullptr ? nullptr
@@ -45,9 +45,9 @@ uint32_t QueueServer::serve() {
 uint32_t QueueServer::fetch() {
   const uint32_t count = rings_.fetchable(promised());
   if (count == 0) return 0;
-  // Other processes may truncate the file, so look once for each batch at how much is backed.
+  // Other processes may truncate the file, so look once for each visit at how much is backed.
   if (refreshes_backing_) storage_.refresh_backing(monotonic_ns());
-  const uint32_t fetched = execute_batch(count);
+  const uint32_t fetched = execute_fetched(count);
   published_head_.store(rings_.head(), std::memory_order_relaxed);
   return fetched;
 }
@@ -59,7 +59,7 @@ uint32_t QueueServer::promised() const {
 }
 
 // This loop is nearly all that a read in place costs: no atomics, calls or divisions in it.
-uint32_t QueueServer::execute_batch(uint32_t count) {
+uint32_t QueueServer::execute_fetched(uint32_t count) {
   constexpr uint32_t kPlainRead = nvme::kRead;  // CDW0 bits 15:0 with FUSE and PSDT zero
   const uint64_t base = reinterpret_cast<uint64_t>(mapped_base_);
   const uint64_t backed_lbas = mapped_base_ == nullptr || id() == 0 ? 0 : whole_backed_lbas();

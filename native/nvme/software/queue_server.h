@@ -64,7 +64,7 @@ class alignas(128) QueueServer {
   }
   uint32_t fetch();
   uint32_t promised() const;
-  uint32_t execute_batch(uint32_t count);
+  uint32_t execute_fetched(uint32_t count);
   void admit_arrivals();
   uint64_t whole_backed_lbas() const;
   void abort_rung();

@@ -22,7 +22,7 @@ uint32_t Rings::fetchable_until(uint32_t tail, uint32_t promised) {
     fail("the SQ tail doorbell is outside of the ring", tail);
     return 0;
   }
-  const uint32_t rung = std::min(kBatchMax, tail >= head_ ? tail - head_ : tail + depth_ - head_);
+  const uint32_t rung = std::min(kVisitMax, tail >= head_ ? tail - head_ : tail + depth_ - head_);
   const auto room = [this, promised] {
     const uint32_t unconsumed =
         cq_tail_ >= cq_head_seen_ ? cq_tail_ - cq_head_seen_ : cq_tail_ + depth_ - cq_head_seen_;

@@ -18,7 +18,7 @@ class Rings {
  public:
   // The most commands of one `serve`: enough to spread the cost of the doorbell's cache miss, and
   // few enough that other queues do not wait long.
-  static constexpr uint32_t kBatchMax = 256;
+  static constexpr uint32_t kVisitMax = 256;
 
   Rings(const QueuePairAddresses& addresses, ErrorLog& errors, QueueCounters& counters);
 
@@ -32,7 +32,7 @@ class Rings {
   // Any thread. Relaxed: `fetchable` looks again.
   uint32_t rung_tail() const { return atomic::load_relaxed(sq_doorbell_); }
 
-  // How many rung commands may be fetched now: at most a batch, and no more than the CQ has room
+  // How many rung commands may be fetched now: at most kVisitMax, and no more than the CQ has room
   // for beside `promised` completions.
   uint32_t fetchable(uint32_t promised) {
     if (failed_) return 0;

@@ -325,9 +325,9 @@ class ClientLauncher(_Owners):
 
     def _launch(self, name: str, items: int, stream: int | None) -> None:
         # A warp of a GPU copies one line after the other, so a few lines go to a warp each.
-        batch = min(_LANES, max(1, items // self._device.warps_at_once))
-        each = max(1, BYTES_WORTH_A_THREAD // self._line) if self._on_cpu else batch
-        self._params.rows.batch = batch
+        bundle = min(_LANES, max(1, items // self._device.warps_at_once))
+        each = max(1, BYTES_WORTH_A_THREAD // self._line) if self._on_cpu else bundle
+        self._params.rows.bundle = bundle
         # A power of two of warps, so that few launches are prepared.
         warps = 1 << (-(-items // each) - 1).bit_length()
         launch = self._kernels.launch_of(name, warps, ctypes.sizeof(ClientParams))

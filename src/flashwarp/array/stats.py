@@ -34,7 +34,7 @@ class Stats:
     commands: int
     """NVMe commands submitted."""
     doorbells: int
-    """Submission doorbells rung; ``commands / doorbells`` is the mean batch."""
+    """Submission doorbells rung; ``commands / doorbells`` says how many a ring has in the mean."""
     helps: int
     """How often a waiting warp drained completions."""
     errors: int

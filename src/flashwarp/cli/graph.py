@@ -30,14 +30,14 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
     make.add_argument("folder", type=Path, help="Where offsets.npy and neighbours.npy go.")
     make.add_argument("--edge-factor", type=int, default=16, help="Edges drawn for each vertex.")
     make.add_argument("--seed", type=int, default=1, help="Of a generated graph.")
-    way = make.add_mutually_exclusive_group()
-    way.add_argument(
+    edges = make.add_mutually_exclusive_group()
+    edges.add_argument(
         "--directed",
         dest="symmetric",
         action="store_false",
         help="Store edges of a file one way only.",
     )
-    way.add_argument(
+    edges.add_argument(
         "--undirected", dest="symmetric", action="store_true", help="Store them in both directions."
     )
     make.set_defaults(symmetric=None)

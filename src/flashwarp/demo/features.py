@@ -101,7 +101,7 @@ SIZES = {
 class Rate:
     """How fast rows arrived by one way."""
 
-    way: str
+    how: str
     call_rows: int
     """Rows that one call asked for."""
     rows: int
@@ -142,7 +142,7 @@ class FeaturesResult:
     @property
     def from_disk(self) -> Rate:
         """What flashwarp read from the disk with the most rows a call."""
-        return [rate for rate in self.disk if rate.way == OURS][-1]
+        return [rate for rate in self.disk if rate.how == OURS][-1]
 
     @property
     def of_ceiling(self) -> float:
@@ -318,13 +318,13 @@ def _from_disk(path: Path, size: FeatureSize, device: Device) -> tuple[list[Rate
     return rates, f"{explained.route}: {explained.reason}"
 
 
-def _measure(way: str, gather: Gather, order: _Order, count: int, size: FeatureSize) -> Rate:
+def _measure(how: str, gather: Gather, order: _Order, count: int, size: FeatureSize) -> Rate:
     batches = map(order.take, repeat(count))
-    what = f"rows: {way}, {count} a call"
+    what = f"rows: {how}, {count} a call"
     # Two of the largest calls already fill the time, and the title is about them: take eight.
     limit = size.seconds * (4 if count == size.calls[-1] else 1)
     rows, seconds = time_gathers(gather, batches, size.columns, what, limit)
-    return Rate(way, count, rows, seconds)
+    return Rate(how, count, rows, seconds)
 
 
 def _open(path: Path, size: FeatureSize, device: Device, o_direct: bool | None) -> fw.Array:
@@ -348,10 +348,10 @@ def from_page_cache(
     missing = []
     table = np.load(path, mmap_mode="r")
 
-    def measure(way: str, gather: Gather) -> Rate:
+    def measure(how: str, gather: Gather) -> Rate:
         gather(warm_up)
-        seconds = time_gathers(gather, batches, size.columns, f"rows: {way}")
-        return Rate(way, size.batch_rows, *seconds)
+        seconds = time_gathers(gather, batches, size.columns, f"rows: {how}")
+        return Rate(how, size.batch_rows, *seconds)
 
     with ExitStack() as stack:
         to = stack.enter_context(_buffers(device, size.batch_rows, size.columns))

@@ -101,9 +101,9 @@ def _features_text(r: FeaturesResult) -> str:
         f"cache {binary(r.cache_bytes)}",
         "  From the disk, random rows that nobody asked for before:",
     ]
-    most = {rate.way: rate for rate in r.disk}.values()  # the last of each way
+    most = {rate.how: rate for rate in r.disk}.values()  # the last of each way
     ceiling = r.ceiling.random_reads_per_s
-    rows = [(f"{rate.way}, {rate.call_rows:,} a call", *_rate_cells(rate, r)) for rate in most]
+    rows = [(f"{rate.how}, {rate.call_rows:,} a call", *_rate_cells(rate, r)) for rate in most]
     if ceiling:
         rows.append(
             ("the disk's ceiling", f"{thousands(ceiling)} reads/s", _gb(ceiling * r.row_bytes))
@@ -117,7 +117,7 @@ def _features_text(r: FeaturesResult) -> str:
     if r.page_cache:
         count = r.page_cache[0].call_rows
         lines.append(f"  From the page cache, {count:,} rows a call, popular ones more often:")
-        rows = [(rate.way, *_rate_cells(rate, r)) for rate in r.page_cache]
+        rows = [(rate.how, *_rate_cells(rate, r)) for rate in r.page_cache]
         rows.append(("the link's ceiling, copy engine", "", f"{r.link_gb_per_s:.2f} GB/s"))
         lines.append(_indent(aligned(rows), 4))
         hits = r.page_cache[0].hit_rate or 0
@@ -242,14 +242,14 @@ def _message(r: FeaturesResult) -> str:
 
 
 def _draw_disk(axes: Axes, r: FeaturesResult) -> None:
-    for way, colour in ((MEMMAP, _THEIRS), (OURS, _OURS)):
-        rates = [rate for rate in r.disk if rate.way == way]
+    for how, colour in ((MEMMAP, _THEIRS), (OURS, _OURS)):
+        rates = [rate for rate in r.disk if rate.how == how]
         if not rates:
             continue
         xs, ys = [rate.call_rows for rate in rates], [rate.rows_per_s / 1e3 for rate in rates]
         axes.plot(xs, ys, marker="o", markersize=8, linewidth=3, color=colour, clip_on=False)
         axes.annotate(
-            way.replace(", ", ",\n"),
+            how.replace(", ", ",\n"),
             (xs[-1], ys[-1]),
             xytext=(14, 0),
             textcoords="offset points",
@@ -282,12 +282,12 @@ def _draw_disk(axes: Axes, r: FeaturesResult) -> None:
 def _draw_page_cache(axes: Axes, r: FeaturesResult) -> None:
     rates = sorted(r.page_cache, key=lambda rate: -rate.rows_per_s)
     speeds = [rate.rows_per_s * r.row_bytes / 1e9 for rate in rates]
-    colours = [_OURS if rate.way == OURS else _THEIRS for rate in rates]
+    colours = [_OURS if rate.how == OURS else _THEIRS for rate in rates]
     bars = axes.barh(range(len(rates)), speeds, height=0.62, color=colours)
     for label in axes.bar_label(bars, [f"{speed:.1f}" for speed in speeds], padding=5):
         # The line of the ceiling must not strike a figure out.
         label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
-    names = [rate.way.replace(", ", ",\n") for rate in rates]
+    names = [rate.how.replace(", ", ",\n") for rate in rates]
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()

@@ -83,7 +83,7 @@ class File(FileBytes):
     _path: str
     _mode: opening.Mode
     _options: dict[str, Any]
-    _ways: dict[str, Any]
+    _access: dict[str, Any]
     _key: bytes | None
     _read_ahead: int
     _opened: Opened
@@ -245,7 +245,7 @@ class File(FileBytes):
         self.image = self._end_of = None
         self._path, self._mode, self._options = name, mode, options
         direct = None if o_direct is None else flag("o_direct", o_direct)
-        self._ways = {"o_direct": direct, "lock": flag("lock", lock)}
+        self._access = {"o_direct": direct, "lock": flag("lock", lock)}
         self._key, self._read_ahead = key, integer("read_ahead", read_ahead, 0, LINES_AHEAD_MAX)
         at = name if _at is None else _at
         with ExitStack() as made:
@@ -268,7 +268,9 @@ class File(FileBytes):
             elif writable:
                 self._attach_plain(made, at, capacity, _reserve)
             else:
-                array = opening.open(name, mode, np.uint8, offset=0, **self._options, **self._ways)
+                array = opening.open(
+                    name, mode, np.uint8, offset=0, **self._options, **self._access
+                )
                 self._attach(made, array, array.size)
             self._opened = Opened(self, made.pop_all())
         return self
@@ -278,8 +280,8 @@ class File(FileBytes):
             at,
             writable=self._mode == "r+",
             key=self._key,
-            lock=self._ways["lock"],
-            o_direct=bool(self._ways["o_direct"]),
+            lock=self._access["lock"],
+            o_direct=bool(self._access["o_direct"]),
             _shown=self._path,
         )
         made.callback(image.close)
@@ -290,10 +292,10 @@ class File(FileBytes):
         self, made: ExitStack, at: str, capacity: int | str | None, reserve: bool
     ) -> None:
         """Open an ordinary file for writing: its lock first, which its end then stays under."""
-        plan = opening.planned(self._path, "r+", **self._options, **{**self._ways, "lock": False})
+        plan = opening.planned(self._path, "r+", **self._options, **{**self._access, "lock": False})
         plan.make_way(at)
         # One that is kept has the lock already.
-        end = self._end_of = self._end_of or EndOf(at, self._path, self._ways["lock"])
+        end = self._end_of = self._end_of or EndOf(at, self._path, self._access["lock"])
         end.kept = False
         made.callback(end.let_go)
         size = end.size
@@ -501,7 +503,7 @@ class File(FileBytes):
             shape = ((self.size - offset) // np.dtype(dtype).itemsize,)
         options.setdefault("device", self.device)
         return opening.open(
-            self._path, "r", dtype, shape, offset=begin + offset, **self._ways, **options
+            self._path, "r", dtype, shape, offset=begin + offset, **self._access, **options
         )
 
     def _check_writable(self) -> None:

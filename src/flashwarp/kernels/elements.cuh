@@ -50,7 +50,7 @@ FW_DEVICE_NOINLINE void drain_elements(const row_params& p, bool entered) {
 FW_DEVICE row_params rows_of_elements(const row_params& p) {
   row_params rows = p;
   rows.segments = cache::line_bytes(p.geometry) % p.row_bytes == 0 ? 1 : 2;
-  rows.batch = cache::piece_reader<policy>::kBatch;
+  rows.bundle = cache::piece_reader<policy>::kBundle;
   return rows;
 }
 

@@ -75,8 +75,8 @@ FW_DEVICE void gather_resident_pieces(const client_params& c) {
   const row_params& p = c.rows;
   const cache::geometry& g = p.geometry;
   const lanes here = lanes::all();
-  const uint32_t batch = warp::kWarpWidth == 1 ? kPiecesOfLane : batch_of(p);
-  const warp::share mine = warp::share_of(segment_count(p), batch);
+  const uint32_t bundle = warp::kWarpWidth == 1 ? kPiecesOfLane : bundle_of(p);
+  const warp::share mine = warp::share_of(segment_count(p), bundle);
   uint64_t hits = 0;
   uint64_t bytes = 0;
   for (uint64_t first = mine.begin; first < mine.end; first += mine.stride) {
@@ -87,7 +87,7 @@ FW_DEVICE void gather_resident_pieces(const client_params& c) {
     for (uint32_t k = 0; k < kPiecesOfLane; k++) {
       const uint64_t item = first + k + warp::lane();
       pieces[k] = {0, 0, 0, 0};
-      if (k + warp::lane() < batch && item < mine.end) {
+      if (k + warp::lane() < bundle && item < mine.end) {
         pieces[k] = segment_at(p, c.line_begin, item);
         if (pieces[k].line == kNoRow) refuse_client_row(c, item);
       }

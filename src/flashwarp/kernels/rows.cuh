@@ -1,7 +1,7 @@
 // Gather, scatter and prefetch of rows of any width, and of contiguous ranges.
 //
 // A row is divided into segments, one for each line that it touches. A warp takes up to 32 segments
-// at a time, one for each lane. It probes them together, fetches the missing lines with one batch
+// at a time, one for each lane. It probes them together, fetches the missing lines with one bundle
 // of commands, and copies each segment with all lanes. For rows of a few elements there are the
 // kernels of elements.cuh. Every kernel takes one struct by value, which the host mirrors.
 //
@@ -31,11 +31,11 @@ FW_DEVICE_NOINLINE void refuse_row(const row_params& p, uint64_t item) {
 }
 
 // The segments that a warp takes at a time.
-FW_DEVICE uint32_t batch_of(const row_params& p) {
-  return p.batch < warp::kWarpWidth ? p.batch : warp::kWarpWidth;
+FW_DEVICE uint32_t bundle_of(const row_params& p) {
+  return p.bundle < warp::kWarpWidth ? p.bundle : warp::kWarpWidth;
 }
 
-// Takes one segment from the words of its line, on the short way of a miss.
+// Takes one segment from the words of its line, by the shortcut of a miss.
 struct take_segment {
   static constexpr bool kTakesWords = true;
   segment piece;
@@ -55,16 +55,16 @@ FW_DEVICE_NOINLINE bool gather_absent(cache::geometry g, cache::line_cache* c, c
   const lanes here = lanes::all();
   if (piece.bytes == 0 || (piece.offset | piece.buffer | piece.bytes) % 16 != 0) return false;
   cache::counters& shard = cache::shard_of(*v);
-  const cache::short_way way = cache::short_way_of(*c, *v);
+  const cache::shortcut cut = cache::shortcut_of(*c, *v);
   take_segment take = {piece};
-  if (!cache::serve_short<policy, false>(g, *c, way, shard, here, piece.line, take)) return false;
+  if (!cache::serve_short<policy, false>(g, *c, cut, shard, here, piece.line, take)) return false;
   if (warp::lane() == 0) atomic::add_relaxed(&shard.bytes_used, piece.bytes);
   return true;
 }
 
 // Gathers the warp's segments, one after the other, until one is neither resident nor fetched on
-// the short way. Takes those that it has gathered out of `mine`. A call for a few rows does nothing
-// else, so this way is short: the instructions of a kernel that has just started are in no cache.
+// the shortcut. Takes those that it has gathered out of `mine`. A call for a few rows does nothing
+// else, so it is short: the instructions of a kernel that has just started are in no cache.
 FW_DEVICE void gather_residents(const row_params& p, warp::share& mine) {
   const cache::volume& v = *p.volume;
   uint64_t hits = 0;
@@ -100,7 +100,7 @@ FW_DEVICE uint64_t bytes_asked_for(const row_params& p) {
 // What a thread of the CPU device takes of a launch at a time.
 inline constexpr uint64_t kTakenBytes = 64 << 10;
 
-// Gathers segments with one thread of the CPU device: in batches what needs no wait, then the rest.
+// Gathers segments with one thread of the CPU device: in bundles what needs no wait, then the rest.
 // While the storage makes it wait, the thread takes one segment at a time, and prefetches others.
 template <typename Policy>
 FW_DEVICE void gather_by_thread(const row_params& p) {
@@ -108,11 +108,11 @@ FW_DEVICE void gather_by_thread(const row_params& p) {
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
   const lanes here = lanes::all();
-  const uint32_t batch = p.batch < reader::kBatch ? p.batch : reader::kBatch;
+  const uint32_t bundle = p.bundle < reader::kBundle ? p.bundle : reader::kBundle;
   const uint64_t line = cache::line_bytes(p.geometry);
   const uint64_t piece_bytes = p.indices != nullptr && p.row_bytes < line ? p.row_bytes : line;
   const uint64_t segments = segment_count(p);
-  warp::item_loop loop(segments, (kTakenBytes / piece_bytes / batch + 1) * batch);
+  warp::item_loop loop(segments, (kTakenBytes / piece_bytes / bundle + 1) * bundle);
   cache::tally tally;
   cache::tally ahead;
   reader pieces_of(p.geometry, v, cache::around_for(p.geometry, segments, bytes_asked_for(p)));
@@ -123,9 +123,9 @@ FW_DEVICE void gather_by_thread(const row_params& p) {
   uint64_t first = 0;
   uint64_t end = 0;
   while (first < end || loop.next(first, end)) {
-    segment pieces[reader::kBatch];
+    segment pieces[reader::kBundle];
     const bool waits = quiet < p.look_ahead;
-    const uint32_t most = waits ? 1 : batch;
+    const uint32_t most = waits ? 1 : bundle;
     const uint32_t count = end - first < most ? uint32_t(end - first) : most;
     for (uint32_t i = 0; i < count; i++) {
       pieces[i] = segment_at(p, line_begin, first + i);
@@ -197,26 +197,26 @@ FW_DEVICE_NOINLINE void drain_segments(const row_params& p, bool entered) {
   add_events(v, lanes::all(), tally, {});
 }
 
-// Moves the warp's segments, a batch at a time. `entered` says whether it has deferred some.
+// Moves the warp's segments, a bundle at a time. `entered` says whether it has deferred some.
 template <row_action kAction>
 FW_DEVICE void for_each_segment(const row_params& p, const warp::share& mine, bool& entered) {
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
   const uint64_t line_begin = v.line_begin;
   const lanes here = lanes::all();
-  const bool in_batch = warp::lane() < batch_of(p);
+  const bool in_bundle = warp::lane() < bundle_of(p);
   cache::tally tally;
   cache::tally ahead;
   cache::refresh(c, v, here);
   for (uint64_t first = mine.begin; first < mine.end; first += mine.stride) {
     const uint64_t item = first + warp::lane();
     segment piece = {0, 0, 0, 0};
-    if (in_batch && item < mine.end) piece = segment_at(p, line_begin, item);
+    if (in_bundle && item < mine.end) piece = segment_at(p, line_begin, item);
     if (piece.line == kNoRow) refuse_row<kAction>(p, item);
     if (kAction != row_action::kPrefetch && kLooksAhead && p.look_ahead != 0) {
       const uint64_t later = item + p.look_ahead * mine.stride;
       segment next = {0, 0, 0, 0};
-      if (in_batch && later < mine.end) next = segment_at(p, line_begin, later);
+      if (in_bundle && later < mine.end) next = segment_at(p, line_begin, later);
       base::opaque (&cache::prefetch<policy>)(c, v, here, next.bytes != 0, next.line, ahead);
     }
     const cache::deferral misses = {p.misses, entered, item};
@@ -233,9 +233,9 @@ FW_DEVICE void move_segments(const row_params& p) {
     // Only the simulator defers with warps of one thread.
     if (p.misses.blocks == 0) return gather_by_thread<policy>(p);
   }
-  warp::share mine = warp::share_of(segment_count(p), batch_of(p));
+  warp::share mine = warp::share_of(segment_count(p), bundle_of(p));
   if constexpr (kAction == row_action::kGather && warp::kWarpWidth > 1) {
-    if (p.batch == 1) gather_residents(p, mine);
+    if (p.bundle == 1) gather_residents(p, mine);
   }
   bool entered = false;
   if (mine.begin < mine.end) for_each_segment<kAction>(p, mine, entered);

@@ -22,7 +22,7 @@ struct row_params {
   uint32_t* strays;      // counts indices out of bounds, if a scatter depends on that; or null
   uint32_t index_bytes;  // 4 or 8
   uint32_t segments;     // the most lines that one row touches
-  uint32_t batch;        // segments that a warp takes at a time, 1 to 32; one if lines are long
+  uint32_t bundle;       // segments that a warp takes at a time, 1 to 32; one if lines are long
   uint32_t reserved;
   cache::list_use misses;  // where the launch lists its misses
 };

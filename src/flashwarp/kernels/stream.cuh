@@ -9,7 +9,7 @@ namespace fw::kernels {
 // buffer, and fills no frame. Returns the lanes it has served; `access` must serve the others. What
 // was stored before the look is in the namespace if the line is absent. What is stored later may or
 // may not be seen, as by every gather beside it.
-FW_DEVICE lanes gather_around(const row_params& p, const cache::short_way& way,
+FW_DEVICE lanes gather_around(const row_params& p, const cache::shortcut& cut,
                               const segment& piece) {
   const cache::geometry& g = p.geometry;
   const lanes here = lanes::all();
@@ -18,14 +18,14 @@ FW_DEVICE lanes gather_around(const row_params& p, const cache::short_way& way,
   const bool absent = piece.bytes != 0 && cache::look_for_absent(g, piece.line, look, at);
   const lanes members = here.ballot(absent);
   if (!members) return {};
-  const uint64_t inside = way.base + ((piece.line - way.line_begin) << g.line_shift) + piece.offset;
+  const uint64_t inside = cut.base + ((piece.line - cut.line_begin) << g.line_shift) + piece.offset;
   copy_segments<false> op = {piece};
   // Each lane has acquired what was written back of its own line; now all lanes read all of them.
   here.sync();
   op.copy<warp::source::kStream>(here, members, inside);
   // The loads of the bytes come before the second look at the path.
   cache::finish_loads(here);
-  const bool current = absent && nvme::is_current(*way.queue, inside);
+  const bool current = absent && nvme::is_current(*cut.queue, inside);
   return here.ballot(current);
 }
 
@@ -42,21 +42,21 @@ FW_DEVICE void stream_segments(const row_params& p) {
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
   const lanes here = lanes::all();
-  const uint32_t batch = batch_of(p);
-  const warp::share mine = warp::share_of(segment_count(p), batch);
+  const uint32_t bundle = bundle_of(p);
+  const warp::share mine = warp::share_of(segment_count(p), bundle);
   if (mine.begin >= mine.end) return;
   uint64_t bypasses = 0;
   uint64_t bytes_around = 0;  // of this lane
   cache::refresh(c, v, here);
-  const cache::short_way way = cache::short_way_of(c, v);
+  const cache::shortcut cut = cache::shortcut_of(c, v);
   for (uint64_t first = mine.begin; first < mine.end; first += mine.stride) {
     const uint64_t item = first + warp::lane();
     segment piece = {0, 0, 0, 0};
-    if (warp::lane() < batch && item < mine.end) piece = segment_at(p, way.line_begin, item);
+    if (warp::lane() < bundle && item < mine.end) piece = segment_at(p, cut.line_begin, item);
     if (piece.line == kNoRow) refuse_row<row_action::kGather>(p, item);
     // Lanes may see different paths.
-    const bool closed = here.any(!way.open);
-    const lanes served = closed ? lanes() : gather_around(p, way, piece);
+    const bool closed = here.any(!cut.open);
+    const lanes served = closed ? lanes() : gather_around(p, cut, piece);
     if (served.mine()) {
       bytes_around += piece.bytes;
       piece.bytes = 0;

@@ -3,7 +3,7 @@
 // A row has numbers of 4 to 32 bits, of which the first are its weights. A group of lanes, one for
 // each word of a row, takes a run of ids: the ids of a bag, or ids whose rows go to the caller one
 // by one. Each lane of a group finds the lines of one id, and the warp fetches all that are missing
-// with one batch of commands. Then the group takes the rows in the order of their ids, a few at a
+// with one bundle of commands. Then the group takes the rows in the order of their ids, a few at a
 // time. Rows that are longer than a group are divided into tiles.
 //
 // Rows that need no conversion keep their bits. Whole rows of one table that need none go through

@@ -228,12 +228,12 @@ FW_DEVICE void update_rows(const update_params& p) {
   const int64_t* ids = static_cast<const int64_t*>(r.indices);
   const uint64_t line_begin = r.volume->line_begin;
   const uint32_t shift = r.geometry.line_shift;
-  const bool in_batch = warp::lane() < batch_of(r);
-  const warp::share mine = warp::share_of(r.index_count, batch_of(r));
+  const bool in_bundle = warp::lane() < bundle_of(r);
+  const warp::share mine = warp::share_of(r.index_count, bundle_of(r));
   cache::tally tally;
   for (uint64_t begin = mine.begin; begin < mine.end; begin += mine.stride) {
     const uint64_t first = begin + warp::lane();
-    bool wants = in_batch && first < mine.end && (first == 0 || ids[first - 1] != ids[first]);
+    bool wants = in_bundle && first < mine.end && (first == 0 || ids[first - 1] != ids[first]);
     // Negative ids are out of bounds, because they would be second names of rows.
     const uint64_t row = wants ? uint64_t(ids[first]) : 0;
     if (wants && row >= r.row_count) {

@@ -55,8 +55,8 @@ class Deferral:
         """Blocks of a launch that fetch deferred misses; 0: launches do not defer."""
         return self._blocks[self._service.waits_for_disk]
 
-    def of(self, items: int, warps: int, batch: int, *, elements: bool = False) -> Deferred:
-        """Return how a launch of so many items and warps defers its misses, at most `batch` a warp.
+    def of(self, items: int, warps: int, bundle: int, *, elements: bool = False) -> Deferred:
+        """Return how a launch of so many items and warps defers misses, at most `bundle` a warp.
 
         Each launch needs a number of its own; a captured one keeps it. Launches
         of few warps do not defer: a hand-over takes as long as their misses. Launches on
@@ -71,7 +71,7 @@ class Deferral:
             or self._service.plain_reads
         ):
             return NOT_DEFERRED
-        return self._list, _native.launch_number(), blocks, batch
+        return self._list, _native.launch_number(), blocks, bundle
 
 
 def _drain_blocks(service: Service, waits_for_disk: bool) -> int:

@@ -32,7 +32,7 @@ from flashwarp.launch.rows import (
     RowFormat,
     RowParams,
     element_bytes,
-    segments_per_batch,
+    segments_per_bundle,
     segments_per_row,
 )
 from flashwarp.nvme import Service
@@ -133,7 +133,7 @@ class Launcher:
             RowParams(geometry=cache.geometry, cache=cache.address, volume=volume.address)
         )[: -_ROW_MEMBERS.size]
         self._warps_at_once = cache.device.warps_at_once
-        self._batch = segments_per_batch(cache.line_bytes)
+        self._bundle = segments_per_bundle(cache.line_bytes)
         self._segments = segments_per_row(max(1, format.row_bytes), cache.line_bytes)
         self._counting: Counting = (format.row_count, 0, format.row_count)
         # The struct `fw::array<T>` for kernels.
@@ -199,7 +199,7 @@ class Launcher:
         self,
         chosen: range | Index,
         buffer: int,
-        batch: int,
+        bundle: int,
         strays: int = 0,
         deferred: Deferred = NOT_DEFERRED,
         counting: Counting | None = None,
@@ -211,7 +211,7 @@ class Launcher:
             which = (0, len(chosen) * row, 8, buffer, chosen.start * row)
         else:
             which = (chosen.address, len(chosen), chosen.itemsize, buffer, row)
-        return self._pack(*which, batch, strays, deferred, counting)
+        return self._pack(*which, bundle, strays, deferred, counting)
 
     def _pack(
         self,
@@ -220,7 +220,7 @@ class Launcher:
         index_bytes: int,
         buffer: int,
         row_bytes: int,
-        batch: int,
+        bundle: int,
         strays: int,
         deferred: Deferred,
         counting: Counting | None = None,
@@ -228,7 +228,7 @@ class Launcher:
         """Return the bytes of `RowParams`."""
         return self._array_members + _ROW_MEMBERS.pack(
             *(indices, count, buffer, row_bytes, *(counting or self._counting)),
-            *(self.look_ahead(), strays, index_bytes, self._segments, batch, 0, *deferred),
+            *(self.look_ahead(), strays, index_bytes, self._segments, bundle, 0, *deferred),
         )
 
     def prepare_rows(
@@ -244,16 +244,16 @@ class Launcher:
 
         Each call has indices and a buffer of its own, and a number if it defers its misses.
         """
-        name, warps, batch, deferred = self._plan(verb, count, buffer, _Most(sms=sms))
+        name, warps, bundle, deferred = self._plan(verb, count, buffer, _Most(sms=sms))
         row = self.format.row_bytes
-        params = self._pack(0, count, index_bytes, buffer, row, batch, 0, deferred, counting)
+        params = self._pack(0, count, index_bytes, buffer, row, bundle, 0, deferred, counting)
         launch = self._prepared_launch(name, warps, len(params), sms)
         return launch, params
 
     def _plan(
         self, verb: str, count: int, buffer: int, most: _Most = _NO_LIMIT
     ) -> tuple[str, int, int, Deferred]:
-        """Choose the kernel for rows by index, its warps, their batch, and what it defers."""
+        """Choose the kernel for rows by index, its warps, their bundle, and what it defers."""
         row = self.format.row_bytes
         width = None if verb == "prefetch" else element_bytes(row, buffer)
         if width is None:
@@ -267,15 +267,15 @@ class Launcher:
     def _plan_segments(
         self, verb: str, segments: int, most: _Most = _NO_LIMIT
     ) -> tuple[str, int, int, Deferred]:
-        """Choose as `_plan` does, for a kernel whose warps take lines of rows in batches."""
+        """Choose as `_plan` does, for a kernel whose warps take lines of rows in bundles."""
         if verb == "stream":
             # Few warps, each with many rows on their way: a lane loads its words of eight together.
             warps = most.of(-(-segments // 8), _STREAM_BLOCK_WARPS)
-            batch = min(32, -(-segments // (8 * warps)) * 8)
-            return "stream_rows", warps, batch, NOT_DEFERRED
-        batch = self._batch_of(segments)
-        warps = most.of(self._warps(segments, batch))
-        return f"{verb}_rows", warps, batch, self._deferral.of(segments, warps, self._batch)
+            bundle = min(32, -(-segments // (8 * warps)) * 8)
+            return "stream_rows", warps, bundle, NOT_DEFERRED
+        bundle = self._bundle_of(segments)
+        warps = most.of(self._warps(segments, bundle))
+        return f"{verb}_rows", warps, bundle, self._deferral.of(segments, warps, self._bundle)
 
     def _prepared_launch(
         self, name: str, warps: int, param_bytes: int, sms: int | None = None
@@ -286,12 +286,12 @@ class Launcher:
             threads = 32 * -(-warps // sms)
         return self._kernels.launch_of(name, warps, param_bytes, threads)
 
-    def _batch_of(self, segments: int) -> int:
+    def _bundle_of(self, segments: int) -> int:
         """Choose how many segments a warp takes at a time."""
         if self.on_cpu:
-            return 1 if self.in_order or self.watchers else self._batch
+            return 1 if self.in_order or self.watchers else self._bundle
         # A warp copies one line after the other. So a few lines go to a warp each.
-        return min(self._batch, max(1, segments // self._warps_at_once))
+        return min(self._bundle, max(1, segments // self._warps_at_once))
 
     def lines_ahead(self) -> int:
         """Count the lines that one thread may ask for before they are needed.
@@ -384,10 +384,10 @@ class Launcher:
         stream: int | None,
     ) -> None:
         """Launch the update of rows by gradients: `SumParams`, and `UpdateParams` behind `rows`."""
-        row, batch = self.format.row_bytes, self._batch_of(count)
-        params = self._pack(ids, count, 8, buffer, row, batch, 0, NOT_DEFERRED) + tail
-        self._start("sum_gradients", sums, self._warps(count, batch), stream)
-        useful = min(warps, self._warps(count, batch))
+        row, bundle = self.format.row_bytes, self._bundle_of(count)
+        params = self._pack(ids, count, 8, buffer, row, bundle, 0, NOT_DEFERRED) + tail
+        self._start("sum_gradients", sums, self._warps(count, bundle), stream)
+        useful = min(warps, self._warps(count, bundle))
         start = functools.partial(self._start, "update_rows", params, useful, stream)
         in_order([(self, True)], stream, start)
 
@@ -414,8 +414,8 @@ class Launcher:
             plan = self._plan_segments(verb, self._lines(chosen), most)
         else:
             plan = self._plan(verb, len(chosen), buffer, most)
-        name, useful, batch, deferred = plan
-        params = self._row_params(chosen, buffer, batch, strays, deferred, counting)
+        name, useful, bundle, deferred = plan
+        params = self._row_params(chosen, buffer, bundle, strays, deferred, counting)
         self._start(name, params, useful, stream, sms=sms, end=end)
 
     def _lines(self, chosen: range) -> int:
@@ -466,10 +466,10 @@ class Launcher:
         _, from_front, from_end = counting
         return found + np.where(found < 0, from_end, from_front)
 
-    def _warps(self, items: int, batch: int = 32) -> int:
+    def _warps(self, items: int, bundle: int = 32) -> int:
         if self.on_cpu:
-            batch = max(1, BYTES_WORTH_A_THREAD // self.volume.cache.line_bytes)
-        return -(-items // batch)
+            bundle = max(1, BYTES_WORTH_A_THREAD // self.volume.cache.line_bytes)
+        return -(-items // bundle)
 
     # Maintenance.
 

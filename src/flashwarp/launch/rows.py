@@ -27,9 +27,9 @@ BYTES_WORTH_A_THREAD = 128 << 10
 """Waking a thread of the CPU device takes 50 us, as long as copying so many bytes."""
 
 # What one warp fetches at a time: 32 lines of 4 KiB. With more, other warps would be idle, and a
-# line would wait until the last line of its batch has arrived.
-_BATCH_BYTES = 128 << 10
-_BATCH_MAX = 32
+# line would wait until the last line of its bundle has arrived.
+_BUNDLE_BYTES = 128 << 10
+_BUNDLE_MAX = 32
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ def segments_per_row(row_bytes: int, line_bytes: int) -> int:
     return (row_bytes - 1) // line_bytes + 2
 
 
-def segments_per_batch(line_bytes: int) -> int:
+def segments_per_bundle(line_bytes: int) -> int:
     """Count the lines that a warp fetches at a time."""
-    return min(_BATCH_MAX, max(1, _BATCH_BYTES // line_bytes))
+    return min(_BUNDLE_MAX, max(1, _BUNDLE_BYTES // line_bytes))
 
 
 def plain_slice(part: slice) -> slice:

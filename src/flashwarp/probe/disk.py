@@ -216,7 +216,7 @@ def _reads_per_s(path: Path, nbytes: int, depth: int, seconds: float, sequential
             else:
                 block = random.integers(0, blocks, len(free))
             queue.submit(free, block, buffer.ctypes.data + free * nbytes)
-            # A quarter of the queue at a time: deep enough to batch, and the disk never runs dry.
+            # A quarter of the queue at a time, for fewer calls; the disk never runs dry.
             free = queue.ended(max(1, depth // 4))
             done += len(free)
     return done / elapsed

@@ -1,4 +1,4 @@
-"""How benchmarks take time: device events around launches, medians, ways that take turns."""
+"""How benchmarks take time: device events around launches, medians, measurements in turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashwarp.device import Device
 
 __all__ = ["device_seconds", "in_turns", "median_of", "wall_seconds"]
 
-Way = TypeVar("Way", bound=str)
+Name = TypeVar("Name", bound=str)
 
 
 def wall_seconds(call: Callable[[], object]) -> float:
@@ -37,14 +37,14 @@ def median_of(measure: Callable[[], float], runs: int = 5) -> float:
     return median(measure() for _ in range(runs))
 
 
-def in_turns(ways: Mapping[Way, Callable[[], float]], runs: int = 5) -> dict[Way, float]:
-    """Return the median of what each way returns, when all take turns.
+def in_turns(measures: Mapping[Name, Callable[[], float]], runs: int = 5) -> dict[Name, float]:
+    """Return the median of what each returns, when all take turns.
 
     A machine that is slow for a while then slows all of them. The first round does not count.
     """
-    seen: dict[Way, list[float]] = {name: [] for name in ways}
+    seen: dict[Name, list[float]] = {name: [] for name in measures}
     for turn in range(runs + 1):
-        for name, measure in ways.items():
+        for name, measure in measures.items():
             value = measure()
             if turn > 0:
                 seen[name].append(value)

@@ -30,7 +30,7 @@ def _nothing() -> None:
 
 
 class Review(Protocol):
-    """A review of a file's reads, repeated while it is open; see `file_access.WayReview`."""
+    """A review of a file's reads, repeated while it is open; see `file_access.ChoiceReview`."""
 
     changes: list[str]
 
@@ -184,7 +184,7 @@ class File(Storage):
         self.release_pinned()
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for people, as `Storage.describe`; ``changed`` lists changes of the way."""
+        """Return facts for people, as `Storage.describe`; ``changed`` lists other choices."""
         facts = super().describe()
         if self.review is not None and self.review.changes:
             facts["changed"] = "; ".join(self.review.changes)

@@ -1,8 +1,8 @@
 """How files are opened for arrays: in place, through the page cache, or past it by O_DIRECT.
 
-`choose_way` decides at open, from facts that `file_storage` collects. A file that is only read may
-change between page cache and O_DIRECT later: each time that a number of bytes were read,
-`WayReview` looks at the reads, and `reconsider` decides. Both rules are pure functions.
+`choose_o_direct` decides at open, from facts that `file_storage` collects. For a file that is only
+read, the choice may change later: each time that a number of bytes were read, `ChoiceReview` looks
+at the reads, and `reconsider` decides. Both rules are pure functions.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from flashwarp.storage.source import FilePart, Source
 
 __all__ = [
     "Access",
+    "Choice",
+    "ChoiceReview",
     "FileFacts",
     "ReadFigures",
-    "Way",
-    "WayReview",
-    "choose_way",
+    "choose_o_direct",
     "file_storage",
     "reach",
     "reconsider",
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Way:
+class Choice:
     """Whether a file is read and written past the page cache, and why."""
 
     o_direct: bool
@@ -57,7 +57,7 @@ class Way:
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What the choice of the way depends on."""
+    """What the choice depends on."""
 
     nbytes: int
     """Bytes of the array in it."""
@@ -84,11 +84,11 @@ class FileFacts:
         return self.resident is not None and self.resident >= defaults.in_place_residency
 
 
-def choose_way(facts: FileFacts, defaults: config.Config) -> Way:
+def choose_o_direct(facts: FileFacts, defaults: config.Config) -> Choice:
     """Choose between page cache and O_DIRECT.
 
     A file that fits the memory goes through the page cache, however little of it is there now. The
-    first read costs about the same either way, and every later one a tenth of what the drive takes.
+    first read costs about the same by either, and every later one a tenth of what the drive takes.
     A larger file goes past it: a miss of the page cache would cost several times a direct read,
     because other pages must make room, so O_DIRECT is faster even if most of the file is cached. A
     large file that is yet to be filled goes through the page cache nevertheless: each direct write
@@ -97,16 +97,16 @@ def choose_way(facts: FileFacts, defaults: config.Config) -> Way:
     room = room_for_pages(facts.available_bytes, facts.reserved_bytes, defaults)
     share = facts.share
     if facts.direct_refusal:
-        return Way(False, f"{share}; through it, O_DIRECT cannot: {facts.direct_refusal}")
+        return Choice(False, f"{share}; through it, O_DIRECT cannot: {facts.direct_refusal}")
     if facts.is_cached(defaults):
-        return Way(False, f"{share}; through it")
+        return Choice(False, f"{share}; through it")
     size = f"its {facts.nbytes} bytes"
     if facts.nbytes <= room:
-        return Way(False, f"{share}, and {size} fit the {room} that it may take; through it")
+        return Choice(False, f"{share}, and {size} fit the {room} that it may take; through it")
     if facts.writable and 2 * facts.allocated_bytes < facts.nbytes:
-        return Way(False, f"{share}, and most of {size} were never written; through it")
+        return Choice(False, f"{share}, and most of {size} were never written; through it")
     kept = "; a writable file keeps this way" if facts.writable else ""
-    return Way(True, f"{share}, but {size} exceed the {room} that it may take; O_DIRECT{kept}")
+    return Choice(True, f"{share}, but {size} exceed the {room} that it may take; O_DIRECT{kept}")
 
 
 def room_for_pages(available_bytes: int, reserved_bytes: int, defaults: config.Config) -> int:
@@ -119,7 +119,7 @@ def room_for_pages(available_bytes: int, reserved_bytes: int, defaults: config.C
 
 @dataclass(frozen=True)
 class ReadFigures:
-    """Sums over the reads of a file since the last change of its way, from `ReadCensus`."""
+    """Sums over the reads of a file since the last change of the choice, from `ReadCensus`."""
 
     reads: int
     nbytes: int
@@ -157,25 +157,25 @@ _IN_ORDER = 0.9
 # How often bytes are read, on average, before they count as read again and again.
 _REUSE = 2.0
 
-# Reads in order keep a way that has at least this share of the other's speed.
+# Reads in order keep a choice that has at least this share of the other's speed.
 _KEPT_SPEED = 0.9
 
 
 def reconsider(
     o_direct: bool, seen: ReadFigures, room: int, rates: dict[bool, float]
 ) -> str | None:
-    """Return why a file that is only read should change its way now, or None.
+    """Return why a file that is only read should change between the two now, or None.
 
     Parameters
     ----------
     o_direct : bool
-        Its way.
+        What is chosen now.
     seen : ReadFigures
-        Since the way was chosen.
+        Since it was chosen.
     room : int
         Bytes that its pages may take.
     rates : dict of bool to float
-        Bytes per second of reads in order, by way, as far as seen.
+        Bytes per second of reads in order, by choice, as far as seen.
     """
     if seen.in_order:
         return _reconsider_in_order(o_direct, rates)
@@ -196,7 +196,7 @@ def reconsider(
 
 
 def _reconsider_in_order(o_direct: bool, rates: dict[bool, float]) -> str | None:
-    """Return why to try the kernel's read-ahead, or to end the trial of a slower way."""
+    """Return why to try the kernel's read-ahead, or to end the trial of a slower choice."""
     own, other = rates[o_direct], rates.get(not o_direct)
     if other is None:
         return "reads are in order, and the kernel can read ahead" if o_direct else None
@@ -206,8 +206,8 @@ def _reconsider_in_order(o_direct: bool, rates: dict[bool, float]) -> str | None
     return None
 
 
-class WayReview:
-    """Changes the way of an open file when `reconsider` says so.
+class ChoiceReview:
+    """Changes the choice for an open file when `reconsider` says so.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ class WayReview:
         self.changes: list[str] = []
 
     def look(self, file: _native.FileStorage) -> None:
-        """If it is time, look at the reads, and change the way of the file if that pays."""
+        """If it is time, look at the reads, and change the choice if that pays."""
         if file.nbytes_noted >= self._next:
             _native.holding(self._lock, partial(self._look, file), False)
 
@@ -414,10 +414,10 @@ def file_storage(
             refusal = found
             notes += f"; it is not read in place, because {found}"
         mapping.close()
-    way = choose_way(facts, defaults)
+    choice = choose_o_direct(facts, defaults)
     if access.o_direct is not None:
         how = "O_DIRECT" if access.o_direct else "through the page cache"
-        way = Way(access.o_direct, f"{how}, as asked for")
+        choice = Choice(access.o_direct, f"{how}, as asked for")
     kept = access.o_direct is not None or access.writable or bool(facts.direct_refusal)
     reviewed = not kept and defaults.review_bytes > 0
     storage = File(
@@ -425,7 +425,7 @@ def file_storage(
         layout.offset,
         layout.nbytes,
         writable=access.writable,
-        o_direct=way.o_direct,
+        o_direct=choice.o_direct,
         lock=access.lock,
         _name=part.shown,
         _may_change=reviewed,
@@ -433,8 +433,8 @@ def file_storage(
     opened.callback(storage.close)
     storage.lease_refusal = refusal
     if reviewed:
-        storage.review = WayReview(reserved_bytes, defaults.review_bytes)
-    return storage, way.why + notes
+        storage.review = ChoiceReview(reserved_bytes, defaults.review_bytes)
+    return storage, choice.why + notes
 
 
 def _read_in_place(

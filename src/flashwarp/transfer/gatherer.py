@@ -27,7 +27,7 @@ Bytes = npt.NDArray[Any]
 class Gatherer(endings.OfProcess):
     """Collects scattered pieces of one size at memory speed, by a few threads of the host.
 
-    Piece i of the buffer is the one that the i-th offset names, so a batch lies in the order in
+    Piece i of the buffer is the one that the i-th offset names, so they lie in the order in
     which its user asked for it. Calls block, release the GIL, and may come from any number of
     threads; the caller's thread takes part in its own work.
 
@@ -44,10 +44,10 @@ class Gatherer(endings.OfProcess):
     >>> import numpy as np
     >>> from flashwarp.transfer import Gatherer
     >>> data = np.arange(40, dtype=np.uint8)
-    >>> batch = np.empty(12, np.uint8)
+    >>> rows = np.empty(12, np.uint8)
     >>> with Gatherer(threads=2) as gatherer:
-    ...     gatherer.gather(batch, data, offsets=[20, 0, 36], piece_bytes=4)
-    >>> batch.tolist()
+    ...     gatherer.gather(rows, data, offsets=[20, 0, 36], piece_bytes=4)
+    >>> rows.tolist()
     [20, 21, 22, 23, 0, 1, 2, 3, 36, 37, 38, 39]
     """
 

@@ -71,7 +71,7 @@ class ClientJob {
     c.rows.row_count = a.length / row_words_;
     c.rows.from_end = c.rows.row_count;
     c.rows.index_bytes = 8;
-    c.rows.batch = 1 + uint32_t(indices_.size() % kWidth);
+    c.rows.bundle = 1 + uint32_t(indices_.size() % kWidth);
     c.rows.segments = segments();
     c.line_begin = a.line_begin;
     c.epoch = words_;

@@ -1,4 +1,4 @@
-// Warps read raw blocks of two drives and keep more batches outstanding than the rings hold: a warp
+// Warps read raw blocks of two drives and keep more bundles outstanding than the rings hold: a warp
 // that waits for a slot must not hold one.
 #include "benchmarks/drives/drives.cuh"
 #include "simulator/machine.h"
@@ -21,7 +21,7 @@ Shape draw_shape(Random& random) {
   shape.volumes = 2;
   shape.path = fw::nvme::kInPlace;
   shape.lines = kBlocks + 1;  // the last one is partial
-  // A batch has as many commands as a warp has lanes.
+  // A bundle has as many commands as a warp has lanes.
   shape.depth_log2 = random.below(2) + (kWidth == 32 ? 5 : kWidth == 4 ? 2 : 1);
   return shape;
 }

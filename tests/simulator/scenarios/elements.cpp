@@ -231,7 +231,7 @@ FW_SCENARIO(emptied, "warps load and store lines in place that another flushes a
   Elements<> data(machine, 0);
   const fw::kernels::maintenance_params p = machine.maintenance(0);
   constexpr uint32_t kTurns = 3;
-  // The lanes of a warp want the same line, as on the short way of a miss.
+  // The lanes of a warp want the same line, as by the shortcut of a miss.
   std::vector<uint32_t> firsts;
   for (uint32_t n = 0; n < shape.warps * kTurns; ++n) firsts.push_back(64 * run.random.below(2));
   machine.launch([&](Thread& t) {

@@ -81,7 +81,7 @@ class TableOfFloats {
       fw_sum_gradients(p);
     };
     machine_.launch(sum, 1);
-    batch_ = 1 + random.below(kWidth);
+    bundle_ = 1 + random.below(kWidth);
   }
 
   // By every thread of the step, which are `count`.
@@ -97,7 +97,7 @@ class TableOfFloats {
     p.rows.row_bytes = row_bytes();
     p.rows.row_count = rows_;
     p.rows.index_bytes = 8;
-    p.rows.batch = batch_;
+    p.rows.bundle = bundle_;
     p.rows.segments = straddles() ? 2 : 1;
     p.sums = sums_.data();
     p.padding = ~uint64_t(0);
@@ -179,7 +179,7 @@ class TableOfFloats {
   std::vector<float> gradients_;
   std::vector<float> sums_;
   char* copies_ = nullptr;
-  uint32_t batch_ = 1;
+  uint32_t bundle_ = 1;
 };
 
 Shape shape_of_tables(Random& random) {

@@ -7,9 +7,9 @@ from pathlib import Path
 from flashwarp import _native
 from flashwarp.errors import DamagedVersionError
 from flashwarp.storage import File, files
-from flashwarp.storage.file_access import Way
+from flashwarp.storage.file_access import Choice
 
-__all__ = ["FileSource", "choose_way"]
+__all__ = ["FileSource", "choose_o_direct"]
 
 
 class FileSource:
@@ -20,7 +20,7 @@ class FileSource:
         size = files.check(self.path, writable=False).st_size
         if size != nbytes:
             raise DamagedVersionError(self.path, f"it has {size} bytes, and {nbytes} were written")
-        self._file = File(path, o_direct=choose_way(path, o_direct).o_direct, lock=False)
+        self._file = File(path, o_direct=choose_o_direct(path, o_direct).o_direct, lock=False)
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill a buffer from byte `offset` on, or raise; thread-safe."""
@@ -31,15 +31,15 @@ class FileSource:
         self._file.close()
 
 
-def choose_way(path: Path, o_direct: bool | None) -> Way:
+def choose_o_direct(path: Path, o_direct: bool | None) -> Choice:
     """Return whether a file is read and written past the page cache: as asked, or if it can be.
 
     The bytes of a version are written once and, with luck, never read: in the page cache they
     would push out what others need, and the kernel's write-back is slower than direct writes.
     """
     if o_direct is not None:
-        return Way(o_direct, f"o_direct={o_direct} was given")
+        return Choice(o_direct, f"o_direct={o_direct} was given")
     found = _native.direct_io_alignment(str(path))
     if isinstance(found, tuple):
-        return Way(True, "the file system has O_DIRECT")
-    return Way(False, f"through the page cache, O_DIRECT cannot: {found}")
+        return Choice(True, "the file system has O_DIRECT")
+    return Choice(False, f"through the page cache, O_DIRECT cannot: {found}")

@@ -21,7 +21,7 @@ from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.buffers import bytes_of
 from flashwarp.checkpoint.directory.catalog import exists
 from flashwarp.checkpoint.directory.checksums import Checksums, chunk_checksums
-from flashwarp.checkpoint.directory.local import choose_way
+from flashwarp.checkpoint.directory.local import choose_o_direct
 from flashwarp.checkpoint.region import Region
 from flashwarp.config import integer
 from flashwarp.endings import Closing, uninterrupted
@@ -32,7 +32,7 @@ from flashwarp.errors import (
     ExistingFileError,
 )
 from flashwarp.storage import File, files
-from flashwarp.storage.file_access import Way
+from flashwarp.storage.file_access import Choice
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -108,17 +108,17 @@ class VersionWriter(Closing):
         self._draft: files.Draft | None = None
         self._held = contextlib.ExitStack()
         self._process = os.getpid()
-        self._file, self._way = create_data(self._path, record.data_bytes, o_direct)
+        self._file, self._choice = create_data(self._path, record.data_bytes, o_direct)
 
     @property
     def o_direct(self) -> bool:
         """Whether aligned buffers are written past the page cache."""
-        return self._way.o_direct
+        return self._choice.o_direct
 
     @property
     def o_direct_why(self) -> str:
         """Why they are, or are not."""
-        return self._way.why
+        return self._choice.why
 
     @property
     def committed(self) -> bool:
@@ -331,7 +331,7 @@ class VersionWriter(Closing):
             ) from self._failure
 
 
-def create_data(path: Path, nbytes: int, o_direct: bool | None) -> tuple[File, Way]:
+def create_data(path: Path, nbytes: int, o_direct: bool | None) -> tuple[File, Choice]:
     """Make a data file of its full size, with space for all of it, and open it for writing.
 
     Raises PathError if there is no space; nothing is left then.
@@ -346,10 +346,10 @@ def create_data(path: Path, nbytes: int, o_direct: bool | None) -> tuple[File, W
                 os.close(descriptor)
         except OSError as error:
             raise files.write_error(error, str(path)) from error
-        way = choose_way(path, o_direct)
-        file = File(path, writable=True, o_direct=way.o_direct, lock=False)
+        choice = choose_o_direct(path, o_direct)
+        file = File(path, writable=True, o_direct=choice.o_direct, lock=False)
         unless_done.pop_all()
-    return file, way
+    return file, choice
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:

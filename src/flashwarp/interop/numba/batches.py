@@ -206,12 +206,12 @@ def _methods() -> dict[str, Any]:
     found: dict[str, Any] = {"key": PipelineType}
     for move in _MOVES:
         for scope in ("", "block_"):
-            ways = (
+            calls = (
                 (f"{scope}{move}", _typed_move, _lower_move),
                 (f"{scope}{move}_seq", _typed_sequence, _lower_sequence),
                 (f"{scope}{move}_wait", _typed_wait, _lower_wait),
             )
-            for name, typing, lowering in ways:
+            for name, typing, lowering in calls:
                 key = f"flashwarp.pipeline.{name}"
                 found[f"resolve_{name}"] = _resolve(key, typing(name, move == "write_back"))
                 registry.lower(key, PipelineType, types.VarArg(types.Any))(

@@ -176,19 +176,19 @@ def _resolve(key: str, typed: Callable[..., Any]) -> Any:
 
 def _methods() -> dict[str, Any]:
     """Make the methods: of one thread, and under ``warp_`` and ``block_`` those of more."""
-    ways: dict[str, Callable[..., Any]] = {}
+    calls: dict[str, Callable[..., Any]] = {}
     for scope in ("", "warp_", "block_"):
         for verb in ("read", "read_around"):
-            ways[f"{scope}{verb}"] = _typed_transfer(f"{scope}{verb}", stores=False)
+            calls[f"{scope}{verb}"] = _typed_transfer(f"{scope}{verb}", stores=False)
         for verb in ("write", "write_around"):
-            ways[f"{scope}{verb}"] = _typed_transfer(f"{scope}{verb}", stores=True)
-        ways[f"{scope}append"] = _typed_append(f"{scope}append")
+            calls[f"{scope}{verb}"] = _typed_transfer(f"{scope}{verb}", stores=True)
+        calls[f"{scope}append"] = _typed_append(f"{scope}append")
         if scope:
-            ways[f"{scope}flush"] = _typed_flush(f"{scope}flush")
+            calls[f"{scope}flush"] = _typed_flush(f"{scope}flush")
     for fact in ("size", "capacity"):
-        ways[fact] = _typed_fact(fact)
+        calls[fact] = _typed_fact(fact)
     found: dict[str, Any] = {"key": FileType}
-    for name, typed in ways.items():
+    for name, typed in calls.items():
         key = f"flashwarp.file.{name}"
         found[f"resolve_{name}"] = _resolve(key, typed)
         registry.lower(key, FileType, types.VarArg(types.Any))(_lower(f"fw_file_{name}"))

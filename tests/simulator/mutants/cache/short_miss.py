@@ -78,7 +78,7 @@ MUTANTS = (
     ),
     Mutant(
         "short-way-keeps-left-pages",
-        "      current = !here.any(!nvme::is_current(*way.queue, from.address));\n",
+        "      current = !here.any(!nvme::is_current(*cut.queue, from.address));\n",
         "",
         "a line that was read while the host left the path is published",
         "leases",

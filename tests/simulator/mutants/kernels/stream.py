@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "stream-behind-the-lease",
-        "const bool current = absent && nvme::is_current(*way.queue, inside);",
+        "const bool current = absent && nvme::is_current(*cut.queue, inside);",
         "const bool current = absent;",
         "it takes pages that another program has got meanwhile",
         "leases_streamed",
@@ -34,8 +34,8 @@ MUTANTS = (
     ),
     Mutant(
         "epoch-unlooked-by-streams",
-        "  cache::refresh(c, v, here);\n  const cache::short_way way",
-        "  const cache::short_way way",
+        "  cache::refresh(c, v, here);\n  const cache::shortcut cut",
+        "  const cache::shortcut cut",
         "it takes lines from frames that were filled before a writer came",
         "leases_replayed",
         width=4,

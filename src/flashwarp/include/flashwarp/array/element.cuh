@@ -81,7 +81,7 @@ struct take_element {
   FW_DEVICE void piece(uint32_t at, uint32_t from) { warp::load_staged(value, offset - at, from); }
 };
 
-// Loads the 16 bytes around byte `offset` of a line on the short way of a miss, if all lanes that
+// Loads the 16 bytes around byte `offset` of a line by the shortcut of a miss, if all lanes that
 // use the array want the line. They have just looked for it in vain. The same code for elements of
 // all sizes.
 struct loaded_short {
@@ -93,14 +93,14 @@ FW_DEVICE_NOINLINE loaded_short load_short(cache::line_cache* c, cache::volume* 
   const lanes here = active_on(v);
   const cache::geometry g = c->geometry;
   cache::counters& shard = cache::shard_of(*v);
-  const cache::short_way way = cache::short_way_of(*c, *v);
+  const cache::shortcut cut = cache::shortcut_of(*c, *v);
   take_element take = {offset, {}};
   if (here.any(here.match(line) != here)) return {{}, false};
   // Of a here that the compiler knows, collectives are an instruction each.
   const bool served =
       here == lanes::all()
-          ? cache::serve_short<policy, true>(g, *c, way, shard, lanes::all(), line, take)
-          : cache::serve_short<policy, true>(g, *c, way, shard, here, line, take);
+          ? cache::serve_short<policy, true>(g, *c, cut, shard, lanes::all(), line, take)
+          : cache::serve_short<policy, true>(g, *c, cut, shard, here, line, take);
   here.sync();
   return {take.value, served};
 }

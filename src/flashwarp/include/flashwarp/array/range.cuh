@@ -1,7 +1,7 @@
 // Loops over elements in order: `range` for one thread, `warp::each` for the lanes of a warp, and
-// `each` for all threads of a launch. They load elements in batches and prefetch the lines ahead.
+// `each` for all threads of a launch. They load elements in bundles and prefetch the lines ahead.
 //
-// A batch is handed out after a second look at the tags has validated all of it, as one load is.
+// A bundle is handed out after a second look at the tags has validated all of it, as one load is.
 // Its elements were loaded together, when the loop came to the first of them: the loop sees the
 // stores that finished before that, and may miss those that come later. None of the loops holds a
 // pin.
@@ -24,8 +24,8 @@ class range {
   using value_type = typename array<T>::value_type;
   // Elements that are loaded together. A narrow one takes a register of 4 bytes, too. Records are
   // loaded one by one.
-  static constexpr uint32_t kBatch =
-      array<T>::kWord ? FW_BATCH_BYTES / (sizeof(T) < 4 ? 4 : sizeof(T)) : 1;
+  static constexpr uint32_t kBundle =
+      array<T>::kWord ? FW_BUNDLE_BYTES / (sizeof(T) < 4 ? 4 : sizeof(T)) : 1;
   struct sentinel {};
 
   class iterator {
@@ -39,7 +39,7 @@ class range {
     FW_DEVICE bool operator!=(sentinel) const { return range_.left_ != range_.stop_; }
     // The index of the current element.
     FW_DEVICE uint64_t index() const {
-      return range_.batch_ + uint64_t(kBatch - range_.left_) * range_.stride_;
+      return range_.bundle_ + uint64_t(kBundle - range_.left_) * range_.stride_;
     }
 
    private:
@@ -50,7 +50,7 @@ class range {
       : array_(a), cursor_(a), begin_(begin), end_(end), stride_(stride), ahead_(begin) {}
   FW_DEVICE iterator begin() {
     ahead_ = begin_;
-    batch_ = begin_ - kBatch * stride_;
+    bundle_ = begin_ - kBundle * stride_;
     left_ = base_ = 0;
     stop_ = begin_ < end_ ? kNever : 0;
     return iterator(*this);
@@ -62,13 +62,13 @@ class range {
   FW_DEVICE void each(Visit&& visit) {
     for (uint64_t i = begin_; i < end_;) {
       if constexpr (array<T>::kWord) {
-        value_type values[kBatch];
-        const uint32_t count = load_batch(i, values);
+        value_type values[kBundle];
+        const uint32_t count = load_bundle(i, values);
         FW_UNROLL
-        for (uint32_t k = 0; k < kBatch; k++) {
+        for (uint32_t k = 0; k < kBundle; k++) {
           if (k < count) visit(i + k * stride_, values[k]);
         }
-        i += kBatch * stride_;
+        i += kBundle * stride_;
       } else {
         look_ahead(i);
         visit(i, cursor_[i]);
@@ -81,11 +81,11 @@ class range {
   static constexpr uint32_t kNever = ~uint32_t(0);
   // Lines that a range looks for together.
   static constexpr uint32_t kLooks = 4;
-  // Elements that move down together. The iterator's element is always in the batch's first place,
-  // because only places that the compiler knows can be registers. To move the whole batch for each
+  // Elements that move down together. The iterator's element is always in the bundle's first place,
+  // because only places that the compiler knows can be registers. To move the whole bundle for each
   // element would take more steps than all else: the loop would wait for the lanes' arithmetic. So
   // each element moves its group by one place, and each group moves the rest by one group.
-  static constexpr uint32_t kGroup = kBatch >= 8 ? 4 : kBatch >= 2 ? 2 : 1;
+  static constexpr uint32_t kGroup = kBundle >= 8 ? 4 : kBundle >= 2 ? 2 : 1;
 
   // The iterator's element.
   FW_DEVICE value_type current() {
@@ -94,7 +94,7 @@ class range {
     if constexpr (array<T>::kWord) {
       return values_[0];
     } else {
-      return cursor_[batch_];
+      return cursor_[bundle_];
     }
   }
 
@@ -107,39 +107,39 @@ class range {
     }
   }
 
-  // Goes on to the next group of the batch, or to the next batch. There is another element.
+  // Goes on to the next group of the bundle, or to the next bundle. There is another element.
   FW_DEVICE void next_group() {
     if (left_ == 0) {
-      next_batch();
+      next_bundle();
     } else if constexpr (array<T>::kWord) {
       FW_UNROLL
-      for (uint32_t k = kGroup; k < kBatch; k++) values_[k - kGroup] = values_[k];
+      for (uint32_t k = kGroup; k < kBundle; k++) values_[k - kGroup] = values_[k];
     }
     base_ = left_ - kGroup;
   }
 
-  FW_DEVICE void next_batch() {
-    batch_ += kBatch * stride_;
-    left_ = kBatch;
+  FW_DEVICE void next_bundle() {
+    bundle_ += kBundle * stride_;
+    left_ = kBundle;
     uint32_t count = 1;
     if constexpr (array<T>::kWord) {
-      count = load_batch(batch_, values_);
+      count = load_bundle(bundle_, values_);
     } else {
-      look_ahead(batch_);
+      look_ahead(bundle_);
     }
-    const bool more = count == kBatch && end_ - batch_ > kBatch * stride_;
-    stop_ = more ? kNever : kBatch - count;
+    const bool more = count == kBundle && end_ - bundle_ > kBundle * stride_;
+    stop_ = more ? kNever : kBundle - count;
   }
 
-  // Loads the elements from `i` on, as many as a batch has and the range still has. Returns how
+  // Loads the elements from `i` on, as many as a bundle has and the range still has. Returns how
   // many these are.
-  FW_DEVICE uint32_t load_batch(uint64_t i, value_type (&values)[kBatch]) {
+  FW_DEVICE uint32_t load_bundle(uint64_t i, value_type (&values)[kBundle]) {
     look_ahead(i);
-    uint32_t count = kBatch;
-    if (end_ - i <= (kBatch - 1) * stride_) {
+    uint32_t count = kBundle;
+    if (end_ - i <= (kBundle - 1) * stride_) {
       count = 0;
       FW_UNROLL
-      for (uint32_t k = 0; k < kBatch; k++) count += k * stride_ < end_ - i ? 1 : 0;
+      for (uint32_t k = 0; k < kBundle; k++) count += k * stride_ < end_ - i ? 1 : 0;
     }
     cursor_.load_some(i, stride_, count, values);
     return count;
@@ -186,12 +186,12 @@ class range {
   array<T> array_;
   cursor<T> cursor_;
   uint64_t begin_, end_, stride_;
-  uint64_t ahead_;  // the next element whose line to prefetch
-  uint64_t batch_;  // the first element of the iterator's batch
-  // Places of the batch from the iterator's element on; those behind its group; and those behind
-  // the range's last element, or kNever if that lies in a later batch.
+  uint64_t ahead_;   // the next element whose line to prefetch
+  uint64_t bundle_;  // the first element of the iterator's bundle
+  // Places of the bundle from the iterator's element on; those behind its group; and those behind
+  // the range's last element, or kNever if that lies in a later bundle.
   uint32_t left_, base_, stop_;
-  value_type values_[kBatch];
+  value_type values_[kBundle];
 };
 
 namespace warp {
@@ -217,7 +217,7 @@ FW_DEVICE void each(const array<T>& a, uint64_t begin, uint64_t end, Visit&& vis
     const warp::share mine = warp::share_of(end - begin, 1);
     range<T>(a, begin + mine.begin, begin + mine.end).each(visit);
   } else {
-    // Parts begin at multiples of their size, so that batches lie on as few lines as possible.
+    // Parts begin at multiples of their size, so that bundles lie on as few lines as possible.
     constexpr uint64_t kPart = sizeof(T) < kEachBytes ? kEachBytes / sizeof(T) : 1;
     for (uint64_t part = begin / kPart + warp::index(); part * kPart < end; part += warp::count()) {
       const uint64_t first = part * kPart;

@@ -1,7 +1,7 @@
 // Copies many elements between an array and a buffer, by the lanes of a warp (`fw::warp::`) or by
 // all threads of a block (`fw::block::`) together.
 //
-// Each lane gets some of the lines. One batch of commands fetches them, and all lanes copy each
+// Each lane gets some of the lines. One bundle of commands fetches them, and all lanes copy each
 // line. The buffer is in global or shared memory. When the call returns, all callers see the whole
 // copy. It returns the NVMe status: kSuccess, or the first failure, which the host raises after the
 // launch.

@@ -60,9 +60,9 @@ typedef unsigned long long uintptr_t;
 // that much in flight to reach the bandwidth of its memory. Before sm_90, kernels of 64 registers
 // would spill with 64 bytes.
 #if __CUDA_ARCH__ >= 900
-#define FW_BATCH_BYTES 64
+#define FW_BUNDLE_BYTES 64
 #else
-#define FW_BATCH_BYTES 32
+#define FW_BUNDLE_BYTES 32
 #endif
 #else
 #define FW_ON_GPU 0
@@ -77,7 +77,7 @@ typedef unsigned long long uintptr_t;
 #define FW_SHARED static thread_local
 #define FW_UNROLL
 #define FW_ASSUME(condition) FW_ASSERT(condition)
-#define FW_BATCH_BYTES 64
+#define FW_BUNDLE_BYTES 64
 #endif
 
 // In a program that a device compiles (FW_PROGRAM) a kernel's name is mangled, so that it contains

@@ -167,16 +167,16 @@ struct share {
   uint64_t begin, end, stride;
 };
 
-// This warp's share of `items`, `batch` at a time. On the GPU the warps interleave. On the CPU each
-// thread has one contiguous part, so that no two threads store to one page of the caller's buffer:
-// both would fault on a new page, and the operating system would clear it twice.
-FW_DEVICE share share_of(uint64_t items, uint32_t batch) {
+// This warp's share of `items`, `bundle` at a time. On the GPU the warps interleave. On the CPU
+// each thread has one contiguous part, so that no two threads store to one page of the caller's
+// buffer: both would fault on a new page, and the operating system would clear it twice.
+FW_DEVICE share share_of(uint64_t items, uint32_t bundle) {
   if constexpr (kWarpWidth > 1) {
-    return {uint64_t(index()) * batch, items, uint64_t(count()) * batch};
+    return {uint64_t(index()) * bundle, items, uint64_t(count()) * bundle};
   } else {
     const uint64_t part = (items + count() - 1) / count();
     const uint64_t begin = part * index();
-    return {begin, begin + part < items ? begin + part : items, batch};
+    return {begin, begin + part < items ? begin + part : items, bundle};
   }
 }
 

@@ -226,13 +226,13 @@ FW_DEVICE nvme::detached_command detached_transfer(const line_cache& c, const vo
 }
 
 // The lowest lanes of `members`, at most as many as the ring has slots.
-FW_DEVICE lanes first_batch(const nvme::queue_pair& q, lanes members) {
-  lanes batch;
+FW_DEVICE lanes first_bundle(const nvme::queue_pair& q, lanes members) {
+  lanes bundle;
   for (uint32_t n = 0; members && n < (1u << q.depth_log2); n++) {
-    batch |= members.first();
+    bundle |= members.first();
     members -= members.first();
   }
-  return batch;
+  return bundle;
 }
 
 // Submits one command for each lane of `members`, at most as many as the ring has slots. Returns
@@ -259,12 +259,12 @@ FW_DEVICE_NOINLINE bool submit_lines(line_cache& c, volume& v, nvme::queue_pair&
   return true;
 }
 
-// Ends the commands of the lanes in `batch`; each lane has its own `status`. Lands the data of
+// Ends the commands of the lanes in `bundle`; each lane has its own `status`. Lands the data of
 // reads and frees the slots. Returns the lanes that must read again.
 FW_DEVICE lanes end_lines(const line_cache& c, const volume& v, nvme::queue_pair& q, lanes here,
-                          lanes batch, uint8_t opcode, const transfer& t, uint32_t ticket,
+                          lanes bundle, uint8_t opcode, const transfer& t, uint32_t ticket,
                           uint64_t address, uint32_t status) {
-  const bool mine = batch.mine();
+  const bool mine = bundle.mine();
   lanes again;
   if (opcode == nvme::kRead) {
     const lanes arrived = here.ballot(mine && status == nvme::kSuccess);
@@ -302,12 +302,12 @@ FW_DEVICE_NOINLINE void move_detached_on(line_cache& c, volume& v, nvme::queue_p
   }
   members = left;
   while (members) {
-    const lanes batch = first_batch(q, members);
-    members -= batch;
+    const lanes bundle = first_bundle(q, members);
+    members -= bundle;
     uint32_t ticket;
     uint64_t address;
-    if (submit_lines(c, v, q, here, batch, opcode, t, true, ticket, address)) continue;
-    if (batch.mine()) give_up_detached(c, v, opcode, t);
+    if (submit_lines(c, v, q, here, bundle, opcode, t, true, ticket, address)) continue;
+    if (bundle.mine()) give_up_detached(c, v, opcode, t);
   }
 }
 

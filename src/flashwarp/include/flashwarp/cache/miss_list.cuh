@@ -59,7 +59,7 @@ struct list_use {
   miss_list* list;
   uint64_t launch;  // of the array; no launch that may run at the same time has this number
   uint32_t blocks;  // that drain the list; 0: the launch does not defer
-  uint32_t batch;   // items that a warp of these takes at a time
+  uint32_t bundle;  // items that a warp of these takes at a time
 };
 
 // Whether the launch fits into the words of a list, and leaves something to its blocks.
@@ -248,7 +248,7 @@ FW_DEVICE void end_deferring(const list_use& use, volume& v, uint32_t multiproce
     nvme::deadline limit(v.queues[0].data);
     while (true) {
       uint32_t item = 0;
-      const uint32_t count = take(m, here, use.batch, item);
+      const uint32_t count = take(m, here, use.bundle, item);
       if (count != 0) {
         serve(item, warp::lane() < count);
         continue;

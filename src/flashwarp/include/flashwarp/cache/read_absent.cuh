@@ -56,17 +56,17 @@ struct around_outcome {
   uint32_t status = nvme::kSuccess;
 };
 
-// Reads the pieces of one batch by commands. Returns the lane's status; `again` says whether the
+// Reads the pieces of one bundle by commands. Returns the lane's status; `again` says whether the
 // lane must look again, because the host has left the path.
 template <typename Op>
 FW_DEVICE uint32_t read_blocks(line_cache& c, const volume& v, nvme::queue_pair& q, lanes here,
-                               lanes batch, uint64_t line, Op& op, around_count& count,
+                               lanes bundle, uint64_t line, Op& op, around_count& count,
                                bool& again) {
   line_finisher finisher{c};
-  const bool mine = batch.mine();
-  const uint32_t ticket = nvme::take_tickets(q, here, batch);
+  const bool mine = bundle.mine();
+  const uint32_t ticket = nvme::take_tickets(q, here, bundle);
   again = false;
-  if (!nvme::wait_for_slots(q, here, batch, ticket, finisher)) {
+  if (!nvme::wait_for_slots(q, here, bundle, ticket, finisher)) {
     return mine ? nvme::kTimedOut : uint32_t(nvme::kSuccess);
   }
   const block_range blocks = blocks_of(q, op.offset, op.bytes);
@@ -83,7 +83,7 @@ FW_DEVICE uint32_t read_blocks(line_cache& c, const volume& v, nvme::queue_pair&
   }
   here.sync();
   nvme::publish(q, here);
-  const uint32_t status = nvme::wait_for_completions(q, here, batch, ticket, finisher);
+  const uint32_t status = nvme::wait_for_completions(q, here, bundle, ticket, finisher);
   const lanes arrived = here.ballot(mine && status == nvme::kSuccess);
   if (arrived) op.template copy<warp::source::kStorage>(here, arrived, address - blocks.begin);
   if (q.data.leased != 0) {
@@ -107,11 +107,11 @@ FW_DEVICE around_outcome read_by_commands(line_cache& c, const volume& v, nvme::
                                           around_count& count) {
   around_outcome out;
   while (members) {
-    const lanes batch = first_batch(q, members);
-    members -= batch;
+    const lanes bundle = first_bundle(q, members);
+    members -= bundle;
     bool again;
-    const uint32_t status = read_blocks(c, v, q, here, batch, line, op, count, again);
-    if (batch.mine() && !again) out = {true, status};
+    const uint32_t status = read_blocks(c, v, q, here, bundle, line, op, count, again);
+    if (bundle.mine() && !again) out = {true, status};
   }
   return out;
 }

@@ -1,7 +1,7 @@
 // Reads of pieces of lines around the cache, of lines that are in no frame.
 //
 // A warp of a GPU that streams a pipeline's batch does so in kernels/stream.cuh. A thread of the
-// CPU device takes a batch of pieces at a time, so that the loads of many are in flight together.
+// CPU device takes a bundle of pieces at a time, so that the loads of many are in flight together.
 // It copies them out of frames, and around the cache: if a line is in no frame and its bytes are in
 // the page cache, it copies them straight to the caller. A fill would move a whole line, and then
 // the same bytes a second time, within one memory: it takes three times as long, and a later hit
@@ -40,7 +40,7 @@ FW_DEVICE host_sources host_sources_of(const volume& v) {
 // Which absent lines a launch reads around the cache, if the page cache has their bytes.
 enum class around {
   kNone,
-  kMost,  // all of a batch but one, which it fills: lines that are asked for often enter the cache
+  kMost,  // all of a bundle but one, which it fills: lines that are asked for often enter the cache
   kAll,
 };
 
@@ -97,7 +97,7 @@ FW_DEVICE bool still_absent(const geometry& g, const set_look& look) {
 template <typename Policy>
 class piece_reader {
  public:
-  static constexpr uint32_t kBatch = 32;
+  static constexpr uint32_t kBundle = 32;
 
   FW_DEVICE piece_reader(const geometry& g, volume& v, around which)
       : geometry_(g), volume_(v), sources_(host_sources_of(v)), around_(which) {}
@@ -227,10 +227,10 @@ class piece_reader {
   const host_sources sources_;
   const around around_;
   uint64_t bypasses_ = 0;  // pieces that came from the page cache
-  set_look looks_[kBatch];
-  place at_[kBatch];
-  base::host_copy copies_[kBatch];
-  uint32_t copy_of_[kBatch];
+  set_look looks_[kBundle];
+  place at_[kBundle];
+  base::host_copy copies_[kBundle];
+  uint32_t copy_of_[kBundle];
 };
 
 }  // namespace fw::cache

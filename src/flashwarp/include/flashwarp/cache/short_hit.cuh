@@ -1,4 +1,4 @@
-// The short way of a hit: a piece of one resident line, for all lanes of a full warp.
+// The shortcut of a hit: a piece of one resident line, for all lanes of a full warp.
 //
 // The lanes hold the piece in registers between the two looks at the tag, so that the fence between
 // these waits for no store. Whatever is not the common case is left to `access`: a piece that is

@@ -1,4 +1,4 @@
-// The short way of a miss: one line for all lanes, read in place, with one trip for each step.
+// The shortcut of a miss: one line for all lanes, read in place, with one trip for each step.
 //
 // It is the common case of `serve_misses` (access.cuh) alone, in straight code that keeps all it
 // needs in registers. The leader asks for the set's lock and for the staging buffer at once, and
@@ -21,8 +21,8 @@
 
 namespace fw::cache {
 
-// The short way to the lines of a volume: what it needs of the cache, the volume and a queue pair.
-struct short_way {
+// The shortcut to the lines of a volume: what it needs of the cache, the volume and a queue pair.
+struct shortcut {
   const nvme::queue_pair* queue;
   uint32_t* set_control;
   uint64_t line_begin;
@@ -34,7 +34,7 @@ struct short_way {
 };
 
 // Two trips to memory.
-FW_DEVICE short_way short_way_of(const line_cache& c, const volume& v) {
+FW_DEVICE shortcut shortcut_of(const line_cache& c, const volume& v) {
   uint32_t* const set_control = c.set_control;
   const uint32_t tier_ways = c.tier_ways;
   const uint64_t line_begin = v.line_begin;
@@ -55,11 +55,11 @@ struct short_source {
   uint64_t bytes;
   bool aligned;
 };
-FW_DEVICE short_source short_source_of(const geometry& g, const short_way& way, uint64_t line) {
-  const uint64_t begin = (line - way.line_begin) << g.line_shift;
-  const uint64_t rest = way.bytes - begin;
+FW_DEVICE short_source short_source_of(const geometry& g, const shortcut& cut, uint64_t line) {
+  const uint64_t begin = (line - cut.line_begin) << g.line_shift;
+  const uint64_t rest = cut.bytes - begin;
   const uint64_t bytes = rest < line_bytes(g) ? rest : line_bytes(g);
-  const uint64_t address = way.base + begin;
+  const uint64_t address = cut.base + begin;
   return {address, bytes, (address | bytes) % sizeof(atomic::word16) == 0};
 }
 
@@ -221,16 +221,16 @@ FW_DEVICE bool begin_short(uint32_t* control, Copy& copy, uint32_t& hand) {
 // storage has. The copy does not begin ahead of the look: of warps that miss on one line together,
 // all would read it.
 template <typename Policy, bool kKernel, typename Take>
-FW_DEVICE bool serve_short(const geometry& g, line_cache& c, const short_way& way, counters& shard,
+FW_DEVICE bool serve_short(const geometry& g, line_cache& c, const shortcut& cut, counters& shard,
                            lanes here, uint64_t line, Take& take) {
   const bool leads = here.leads();
   const home at = home_of(g, line);
-  uint32_t* const control = &way.set_control[at.set];
-  const short_source from = short_source_of(g, way, line);
-  short_copy<Take> copy(here, from, way.changes, take);
+  uint32_t* const control = &cut.set_control[at.set];
+  const short_source from = short_source_of(g, cut, line);
+  short_copy<Take> copy(here, from, cut.changes, take);
   set_view s = {g, at.set * g.ways, line, 0, 0, 0, 0, 0, kNoWay, false, {}};
-  // A line that takes a command pays no more than the loads for `way`.
-  const bool holds = leads && way.open && from.aligned && begin_short(control, copy, s.hand);
+  // A line that takes a command pays no more than the loads for `cut`.
+  const bool holds = leads && cut.open && from.aligned && begin_short(control, copy, s.hand);
   const bool room = holds && has_room(s);
   if (holds && !room) undo_short(control, s.hand, true, true, copy);
   // Acquire what the look saw: who empties a frame has written its line back.
@@ -258,9 +258,9 @@ FW_DEVICE bool serve_short(const geometry& g, line_cache& c, const short_way& wa
     // Here, and not behind the copy, while the line is still on its way.
     kKernel ? count.add_kernel_to(shard, here) : count.add_to(shard, here);
     copy.end(frame);
-    if (way.leased != 0) {
+    if (cut.leased != 0) {
       finish_loads(here);
-      current = !here.any(!nvme::is_current(*way.queue, from.address));
+      current = !here.any(!nvme::is_current(*cut.queue, from.address));
     }
   } else {
     copy.cancel();

@@ -59,12 +59,12 @@ FW_DEVICE_NOINLINE uint32_t submit_spread(line_cache& c, volume& v, lanes here, 
     const lanes members = here.ballot(((targets >> n) & 1) != 0);
     if (!members) continue;
     nvme::queue_pair& q = queue_on(v, f.seat, n);
-    const lanes batch = first_batch(q, members);
-    const bool mine = batch.mine();
+    const lanes bundle = first_bundle(q, members);
+    const bool mine = bundle.mine();
     if (mine) targets &= ~(1u << n);
     uint32_t ticket;
     uint64_t address;
-    const bool sent = submit_lines(c, v, q, here, batch, opcode, t, false, ticket, address);
+    const bool sent = submit_lines(c, v, q, here, bundle, opcode, t, false, ticket, address);
     f.tickets[n] = ticket;
     if (mine && sent) f.on |= 1u << n;
     if (mine && sent && q.data.leased != 0 && address != nvme::buffer_of(q, ticket)) {
@@ -88,12 +88,12 @@ FW_DEVICE uint32_t done_flights(const volume& v, const flights& f) {
   return done;
 }
 
-// Ends the commands of `batch` on one namespace, which are done or given up. Returns the lane's
+// Ends the commands of `bundle` on one namespace, which are done or given up. Returns the lane's
 // status; `again` says whether the lane must read once more.
 FW_DEVICE_NOINLINE uint32_t end_flight(line_cache& c, volume& v, nvme::queue_pair& q, lanes here,
-                                       lanes batch, uint8_t opcode, const transfer& t,
+                                       lanes bundle, uint8_t opcode, const transfer& t,
                                        uint32_t ticket, bool leased, bool done, bool& again) {
-  const bool mine = batch.mine();
+  const bool mine = bundle.mine();
   uint32_t status = nvme::kSuccess;
   uint64_t address = 0;
   if (mine) {
@@ -104,7 +104,7 @@ FW_DEVICE_NOINLINE uint32_t end_flight(line_cache& c, volume& v, nvme::queue_pai
       address = data_address(c, v, q, path, ticket, t);
     }
   }
-  const lanes outdated = end_lines(c, v, q, here, batch, opcode, t, ticket, address, status);
+  const lanes outdated = end_lines(c, v, q, here, bundle, opcode, t, ticket, address, status);
   again = outdated.mine();
   return status;
 }
@@ -125,8 +125,8 @@ FW_DEVICE_NOINLINE uint32_t wait_for_flights(line_cache& c, volume& v, lanes her
     bool moved = false;
     for (uint32_t n = 0; n < v.namespace_count; n++) {
       const bool mine = (f.on >> n) & 1;
-      const lanes batch = here.ballot(mine);
-      if (!batch) continue;
+      const lanes bundle = here.ballot(mine);
+      if (!bundle) continue;
       nvme::queue_pair& q = queue_on(v, f.seat, n);
       if (here.any(mine && ((done >> n) & 1) == 0)) {
         const bool dead = here.any(late || atomic::load_relaxed(&q.failed) != 0);
@@ -137,7 +137,7 @@ FW_DEVICE_NOINLINE uint32_t wait_for_flights(line_cache& c, volume& v, lanes her
         atomic::store_relaxed(&q.failed, 1u);
       }
       bool again;
-      const uint32_t got = end_flight(c, v, q, here, batch, opcode, t, f.tickets[n],
+      const uint32_t got = end_flight(c, v, q, here, bundle, opcode, t, f.tickets[n],
                                       ((f.leased >> n) & 1) != 0, ((done >> n) & 1) != 0, again);
       if (again) {
         targets |= 1u << n;

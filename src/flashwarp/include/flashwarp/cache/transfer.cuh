@@ -21,18 +21,18 @@ FW_DEVICE_NOINLINE uint32_t move_lines(line_cache& c, volume& v, lanes here, lan
   uint32_t status = 0;
   members = move_in_place(c, v, q, here, members, opcode, t);
   while (members) {
-    const lanes batch = first_batch(q, members);
-    const bool mine = batch.mine();
-    members -= batch;
+    const lanes bundle = first_bundle(q, members);
+    const bool mine = bundle.mine();
+    members -= bundle;
     uint32_t ticket;
     uint64_t address;
-    if (!submit_lines(c, v, q, here, batch, opcode, t, false, ticket, address)) {
+    if (!submit_lines(c, v, q, here, bundle, opcode, t, false, ticket, address)) {
       if (mine) status = nvme::kTimedOut;
       continue;
     }
-    const uint32_t got = nvme::wait_for_completions(q, here, batch, ticket, finisher);
+    const uint32_t got = nvme::wait_for_completions(q, here, bundle, ticket, finisher);
     if (mine) status = got;
-    members |= end_lines(c, v, q, here, batch, opcode, t, ticket, address, got);
+    members |= end_lines(c, v, q, here, bundle, opcode, t, ticket, address, got);
   }
   return status;
 }

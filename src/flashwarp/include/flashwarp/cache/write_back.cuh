@@ -49,20 +49,20 @@ FW_DEVICE_NOINLINE uint32_t write_back(line_cache& c, const volume& self, lanes 
     const uint32_t leader = members.leader();
     volume* v =
         reinterpret_cast<volume*>(here.broadcast(reinterpret_cast<uint64_t>(owner), leader));
-    const lanes batch = members & here.ballot(mine && owner == v);
-    members -= batch;
-    const bool in_batch = batch.mine();
+    const lanes bundle = members & here.ballot(mine && owner == v);
+    members -= bundle;
+    const bool in_bundle = bundle.mine();
     const bool visits = !same_array(*v, self);
     if (visits && !begin_visit(*v, here)) {
-      if (in_batch) give_up_line(c, t);
+      if (in_bundle) give_up_line(c, t);
       continue;
     }
-    if (in_batch) count_write(c, *v, t);
+    if (in_bundle) count_write(c, *v, t);
     if (detached) {
-      move_lines_detached(c, *v, here, batch, nvme::kWrite, t);
+      move_lines_detached(c, *v, here, bundle, nvme::kWrite, t);
     } else {
-      const uint32_t got = move_lines(c, *v, here, batch, nvme::kWrite, t);
-      if (in_batch) status = end_write_back(c, *v, t, got);
+      const uint32_t got = move_lines(c, *v, here, bundle, nvme::kWrite, t);
+      if (in_bundle) status = end_write_back(c, *v, t, got);
     }
     if (visits) end_visit(*v, here);
   }

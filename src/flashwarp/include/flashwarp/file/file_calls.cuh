@@ -90,7 +90,7 @@ FW_DEVICE bool move_all_resident(const file& f, lanes here, span& s) {
   return false;
 }
 
-// The piece of a read of one line by a full warp, if that takes the short way; else of no bytes.
+// The piece of a read of one line by a full warp, if that takes the shortcut; else of no bytes.
 FW_DEVICE cache::piece short_piece(const file& f, lanes here, const span& s) {
   if constexpr (warp::kWarpWidth == 1) return {0, 0, 0, 0};
   const uint32_t shift = f.bytes.geometry.line_shift;

@@ -63,7 +63,7 @@ FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, lanes here, Finisher& finisher)
   uint32_t head = leads ? atomic::load_relaxed(&q.head) : 0;
   head = here.broadcast(head);
   const uint32_t rank = here.rank();
-  // At most `depth` entries: a batch must not lap the ring.
+  // At most `depth` entries: a bundle must not lap the ring.
   const bool in_ring = rank < (1u << q.depth_log2);
   const uint32_t position = head + rank;
   const atomic::word16 raw = atomic::load16_relaxed_system(

@@ -2,7 +2,7 @@
 //
 // A warp takes consecutive tickets with one atomic, and each lane writes its own entry. Then the
 // warp that gets the publish lock moves the tail past all consecutive written entries and rings the
-// doorbell once for all of them. Writing and ringing are separate, so batches form by themselves.
+// doorbell once for all of them. Writing and ringing are separate, so bundles form by themselves.
 #pragma once
 
 #include "flashwarp/nvme/queue_pair.cuh"
@@ -10,7 +10,7 @@
 namespace fw::nvme {
 
 // Gives each lane of `members` (a subset of `here`) a ticket, consecutive in lane order. `members`
-// has at most `depth` lanes, so no two tickets of a batch share a slot.
+// has at most `depth` lanes, so no two tickets of a bundle share a slot.
 FW_DEVICE uint32_t take_tickets(queue_pair& q, lanes here, lanes members) {
   FW_ASSERT(members.count() <= (1u << q.depth_log2));
   uint32_t first = 0;
