@@ -1,7 +1,7 @@
 // The contract of NVMe controllers: what arrays and launches need of one, and nothing else.
 //
 // A controller serves queue pairs to which kernels submit, and from which they consume, by
-// themselves. The software controller (software/) is one, and a driver of real drives would be
+// themselves. The software controller (software/) is one, a drive through VFIO (native/vfio/)
 // another: arrays, caches and launches use nothing but this contract. Every rung command gets
 // exactly one completion, and its data is in place before that completion can be seen.
 //
