@@ -27,6 +27,7 @@ __all__ = [
     "integer",
     "number",
     "parse_bytes",
+    "time_limit_s",
 ]
 
 _UNITS = {"": 1, "b": 1}
@@ -133,9 +134,11 @@ def _setting(default: N, low: float, high: float) -> N:
 class Config:
     """Defaults of the library."""
 
-    timeout_s: float = _setting(30.0, 1e-3, 1e6)
-    """Seconds after which a wait for a command fails. A drive that takes longer is broken: the NVMe
-    driver of Linux gives up after 30 s too."""
+    timeout_s: float = _setting(120.0, 1e-3, 1e6)
+    """Seconds in which the process runs, after which a wait fails that has no limit of its own: for
+    a stream, a copy, a batch, a version of a checkpoint, or bytes of a file. The longest of these
+    move as much as a GPU holds, and 100 GiB at 3 GB/s take 36 s. Kernels give a command up after a
+    quarter, so that a call on the host ends with the command's error; see `command_timeout_s`."""
 
     in_place_budget: float = _setting(0.5, 0, 1)
     """Share of the host's available memory, of the machine and of the process's control groups,
@@ -182,6 +185,15 @@ class Config:
     host_optimization: int = _setting(3, 0, 3)
     """Level at which C++ kernels and policies are compiled for the CPU device. A policy takes
     about twice as long at 3 as at 1, and that only once: compiled code is kept."""
+
+    @property
+    def command_timeout_s(self) -> float:
+        """Seconds after which a kernel gives a command up, a quarter of `timeout_s`.
+
+        A drive that takes longer than the default is broken: the NVMe driver of Linux gives up
+        after 30 s too.
+        """
+        return self.timeout_s / 4
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -230,3 +242,8 @@ def _parsed(texts: tuple[tuple[str, str], ...]) -> Config:
         except ValueError:
             raise ArgumentError(f"{variable}={text!r} is not {kind.__name__}") from None
     return replace(_DEFAULTS, **changes)
+
+
+def time_limit_s(timeout_s: float | None = None) -> float:
+    """Return the limit of a wait: what a call was given, or else the setting."""
+    return current("timeout_s").timeout_s if timeout_s is None else timeout_s

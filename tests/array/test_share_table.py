@@ -207,7 +207,7 @@ def test_owner_that_waits_for_ever_is_told_and_keeps_the_line(
     own: DeviceMemory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.2")
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.8")
     seen = np.full(5, 999, np.uint64)
     data = np.arange(LINE_WORDS, dtype=np.uint64)
     storage = fw.storage.Memory(data)

@@ -178,7 +178,7 @@ def test_an_array_that_cannot_be_written_leaves_nothing_in_the_tier() -> None:
 def test_a_storage_that_hangs_leaves_nothing_in_the_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.3")
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "1.2")
     (tmp_path / "x").write_bytes(bytes([9]) * 32 * LINE)
     with small_cache(fw.device.CpuDevice(1)) as cache:
         stuck = Faulty(File(tmp_path / "x"))

@@ -156,7 +156,7 @@ def check_a_served_kernel_that_does_not_end_is_logged() -> None:
     memory = device.allocate(1000)
     device.note_served(None)
     fake().fake_hold(device.own_stream())
-    cuda_context.SERVED_S = 0.05
+    os.environ["FLASHWARP_TIMEOUT_S"] = "0.05"
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]

@@ -38,8 +38,8 @@ sanitizer=$(command -v compute-sanitizer || true)
 if [[ -n $sanitizer && ${FLASHWARP_SANITIZE_GPU:-1} != 0 ]]; then
   declare -A running=()
   for tool in memcheck racecheck synccheck; do
-    # Ten minutes: an instrumented kernel polls slowly, and its time limit would pass.
-    FLASHWARP_TIMEOUT_S=600 "$sanitizer" --tool "$tool" --error-exitcode 7 \
+    # Ten minutes for a command: an instrumented kernel polls slowly, and its limit would pass.
+    FLASHWARP_TIMEOUT_S=2400 "$sanitizer" --tool "$tool" --error-exitcode 7 \
       "$python" tests/gpu/sanitized.py "$tool" > "$site/$tool.log" 2>&1 &
     running[$tool]=$!
   done

@@ -234,7 +234,7 @@ def test_service_contract_notices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # An array whose service has stopped waits for its commands until they time out.
-    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "1")
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "4")
 
     class Broken(TestInPlace):
         one = kind()

@@ -406,7 +406,7 @@ def hanging(tmp_path: Path, count: int, bad: int) -> list[Faulty]:
 def test_a_stripe_that_does_not_answer_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.3")
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "1.2")
     files = hanging(tmp_path, 3, 1)
     x = fw.open(
         Striped(files, 4096),
@@ -427,7 +427,7 @@ def test_a_stripe_that_does_not_answer_is_named(
 def test_a_replica_that_does_not_answer_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.3")
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "1.2")
     # A prefetch that never comes back keeps its line.
     monkeypatch.setenv("FLASHWARP_LOOK_AHEAD", "0")
     for n in range(2):

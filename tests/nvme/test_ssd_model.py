@@ -392,7 +392,7 @@ def test_drive_slower_than_the_time_limit_is_a_timeout(
         x[:] = 5
     hung = plain(read_iops=((512, 1),), read_latency_us=(900_000, 950_000, 1_000_000))
     controller = fw.nvme.SoftwareController(model=hung)
-    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.2")
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.8")
     x = fw.open(tmp_path / "x.npy", device="cpu", cache="64 KiB", controller=controller)
     with pytest.raises(ControllerTimeout):
         x[0]

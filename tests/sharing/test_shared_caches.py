@@ -350,7 +350,7 @@ def test_killed_owner_is_an_error_in_bounded_time(path: Path, folder: Path, busy
 
 
 def test_stopped_owner_is_an_error_in_bounded_time(path: Path, folder: Path) -> None:
-    with Program(folder) as owner, Program(folder, FLASHWARP_TIMEOUT_S="0.2") as client:
+    with Program(folder) as owner, Program(folder, FLASHWARP_TIMEOUT_S="0.4") as client:
         owner.run(OWNER)
         client.run(CLIENT)
         client.run(opens(path))

@@ -416,7 +416,7 @@ def test_lease_that_the_system_has_ended_is_an_error_of_the_next_call(path: Path
 def test_pages_that_cannot_be_left_fail_instead_of_serving_old_rows(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.5")
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "2")
     x = open_mapped(path)
 
     def fail(_stream: object) -> None:

@@ -290,7 +290,7 @@ assert x.closed
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", program, str(file)],
-        env={**os.environ, "FLASHWARP_TIMEOUT_S": "0.3"},
+        env={**os.environ, "FLASHWARP_TIMEOUT_S": "1.2"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -302,7 +302,7 @@ assert x.closed
     assert time.monotonic() - started < 30
 
 
-# A read of 4 s, for 3 of which the process is stopped, and a limit of 2 s.
+# A read of 4 s, for 3 of which the process is stopped, and a limit of 2 s for a command.
 SLOW_READ = """
 import sys
 import flashwarp as fw
@@ -319,7 +319,7 @@ def test_stopped_process_has_not_waited(file: Path, blocking: bool) -> None:
     """Ctrl-Z for longer than the time limit used to end every wait, and the queue pairs with it."""
     child = subprocess.Popen(
         [sys.executable, "-c", SLOW_READ % blocking, str(file)],
-        env={**os.environ, "FLASHWARP_TIMEOUT_S": "2"},
+        env={**os.environ, "FLASHWARP_TIMEOUT_S": "8"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -354,7 +354,7 @@ except fw.errors.ControllerTimeout:
 """
     done = subprocess.run(
         [sys.executable, "-c", program, str(file)],
-        env={**os.environ, "FLASHWARP_TIMEOUT_S": "1.5"},
+        env={**os.environ, "FLASHWARP_TIMEOUT_S": "6"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -389,7 +389,7 @@ def test_frames_of_commands_without_an_answer_come_back_when_the_array_is_closed
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They stay taken while the drive may still write them; a neighbour gets them afterwards."""
-    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.3")
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "1.2")
     rows = np.arange(64 * 128, dtype=np.uint32).reshape(64, 128)
     for name in ("stuck", "well"):
         np.save(tmp_path / f"{name}.npy", rows)

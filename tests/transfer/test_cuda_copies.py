@@ -388,7 +388,7 @@ def check_close_releases_everything_once() -> None:
 
 
 def check_copies_in_flight_are_bounded() -> None:
-    cuda_copier._IN_FLIGHT_MAX, cuda_copier.TIMEOUT_S = 40, 0.05
+    cuda_copier._IN_FLIGHT_MAX, os.environ["FLASHWARP_TIMEOUT_S"] = 40, "0.05"
     device = CudaDevice(0)
     there, here = device.allocate(64), device.allocate_host(64)
     word = Word(device)

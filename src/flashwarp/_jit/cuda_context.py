@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Self
 from flashwarp import _native, endings
 from flashwarp._jit.cuda_api import call_driver, device_count, driver, error_of, uuid_of
 from flashwarp._waiting import until
+from flashwarp.config import time_limit_s
 from flashwarp.errors import (
     ArgumentError,
     CaptureError,
@@ -43,12 +44,6 @@ _NOT_READY = 600
 _CAPTURE_IMPLICIT = 906
 _FORKED = -1
 CAPTURED = -2
-
-ORDER_S = 60.0
-"""The longest wait for the library's own stream before a launch into a capture."""
-
-SERVED_S = 60.0
-"""The longest wait for a kernel that host threads serve, before a call that would disturb it."""
 
 
 class Memory(enum.IntEnum):
@@ -221,7 +216,7 @@ class ContextOfStreams:
         self._require_open()
         result = self.calls.order(before, after, event)
         if result == CAPTURED:
-            wait_until(functools.partial(self.stream_done, before), ORDER_S, f"stream {before:#x}")
+            wait_until(functools.partial(self.stream_done, before), None, f"stream {before:#x}")
             return
         self.require(result, "cuStreamWaitEvent")
 
@@ -357,7 +352,7 @@ class ContextOfStreams:
         """
         for event, launch in tuple(self._served.items()):
             try:
-                waited = until(functools.partial(self.event_done, event), SERVED_S)
+                waited = until(functools.partial(self.event_done, event), time_limit_s())
             except DeviceError:  # the GPU is lost, as the call that follows will say
                 return
             if waited is None:
@@ -499,14 +494,15 @@ class ContextOfStreams:
         )
 
 
-def wait_until(done: Callable[[], bool], timeout_s: float, what: str) -> None:
+def wait_until(done: Callable[[], bool], timeout_s: float | None, what: str) -> None:
     """Poll `done` with growing sleeps; raise DeviceTimeout after `timeout_s` seconds.
 
     Time in which the process was stopped does not count.
     """
-    waited = until(done, timeout_s)
+    limit_s = time_limit_s(timeout_s)
+    waited = until(done, limit_s)
     if waited is not None:
         raise DeviceTimeout(
-            f"{what} is not done after {waited:.1f} s (limit {timeout_s:g} s): a kernel still "
+            f"{what} is not done after {waited:.1f} s (limit {limit_s:g} s): a kernel still "
             "runs, or waits for a completion that does not come"
         )

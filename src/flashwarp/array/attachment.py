@@ -18,10 +18,11 @@ from functools import partial
 
 from flashwarp import _native, endings
 from flashwarp._waiting import Waited
-from flashwarp.array.calls import Calls, time_limit_s
+from flashwarp.array.calls import Calls
 from flashwarp.array.failures import Failures
 from flashwarp.array.stats import Stats
 from flashwarp.cache.cache import Cache
+from flashwarp.config import time_limit_s
 from flashwarp.device import CudaDevice
 from flashwarp.errors import (
     CaptureError,

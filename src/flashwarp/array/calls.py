@@ -18,7 +18,8 @@ from flashwarp._jit.cuda_context import End
 from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.array.failures import Failures
 from flashwarp.array.futures import Future
-from flashwarp.array.in_flight import LOOK_S, Call, InFlight, Queue, Seat, time_limit_s
+from flashwarp.array.in_flight import LOOK_S, Call, InFlight, Queue, Seat
+from flashwarp.config import time_limit_s
 from flashwarp.device import DeviceArray, Event, stream_handle
 from flashwarp.device.scratch import Scratch
 from flashwarp.endings import first_of
@@ -31,7 +32,7 @@ from flashwarp.errors import (
 from flashwarp.launch.launcher import Launcher, Verb
 from flashwarp.launch.operands import Index, Operands, Rows
 
-__all__ = ["Calls", "time_limit_s"]
+__all__ = ["Calls"]
 
 
 # Streams of a GPU on which an array's asynchronous calls run.

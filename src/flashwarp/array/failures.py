@@ -157,7 +157,7 @@ class Failures:
         status, opcode = int(record.status), int(record.opcode)
         offset = int(record.where) * line_bytes
         logged = self._logged(offset // _LBA_BYTES, _OPERATIONS.get(opcode), alone)
-        waited_s = config.current("timeout_s").timeout_s
+        waited_s = config.current("timeout_s").command_timeout_s
         lost = self._service.failure() if status == _TIMED_OUT else None
         if lost is not None:
             lost.add_note(f"{what} was about bytes {offset}.. of the array")

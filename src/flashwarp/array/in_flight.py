@@ -23,19 +23,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashwarp import config, endings
+from flashwarp import endings
 from flashwarp._jit.cuda_context import End
 from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.array.failures import Failures
 from flashwarp.array.futures import Future
 from flashwarp.cache.structs import ErrorRecordStruct, FailureStruct
+from flashwarp.config import time_limit_s
 from flashwarp.device import Device, OwnedStream
 from flashwarp.endings import first_of
 from flashwarp.errors import ArgumentError, CaptureError, ClosedError, DeviceError, DeviceTimeout
 from flashwarp.launch.launcher import Launcher, Verb
 from flashwarp.launch.operands import Index, Rows
 
-__all__ = ["LOOK_S", "Call", "InFlight", "Queue", "Seat", "time_limit_s"]
+__all__ = ["LOOK_S", "Call", "InFlight", "Queue", "Seat"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,11 +56,6 @@ _FAILED = 2
 # without it, and each time that both want Python costs more than a call.
 _REST_S = 5e-3
 _ENDED_AT_ONCE = 32
-
-
-def time_limit_s() -> float:
-    """Return how long host calls wait for launches: twice a command's limit, at least 60 s."""
-    return max(2 * config.current("timeout_s").timeout_s, 60.0)
 
 
 class Seat:

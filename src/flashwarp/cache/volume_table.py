@@ -55,7 +55,7 @@ class TableEntry:
         place = self.address + VolumeStruct.visitors.offset
         return int.from_bytes(self.device.download(place, 4), "little")
 
-    def withdraw(self, timeout_s: float = 60.0) -> None:
+    def withdraw(self, timeout_s: float) -> None:
         """Keep kernels of other arrays from an array's queues, and wait until none uses them.
 
         Call it when no kernel of the array runs any more and its lines are at rest, and before you

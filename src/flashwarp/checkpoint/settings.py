@@ -11,7 +11,7 @@ from flashwarp._names import refuse, renamed
 from flashwarp.checkpoint.directory.names import RANK_MAX
 from flashwarp.checkpoint.eviction import policy_of
 from flashwarp.checkpoint.hints import HINTS_MAX, PASSED_MAX
-from flashwarp.config import SIZE_MAX, flag, integer, number, parse_bytes
+from flashwarp.config import SIZE_MAX, flag, integer, number, parse_bytes, time_limit_s
 from flashwarp.errors import ArgumentError
 
 __all__ = ["Settings"]
@@ -25,7 +25,7 @@ class Settings:
     Parameters
     ----------
     timeout_s : float
-        Limit of each wait, in seconds in which the process ran. 100 GiB at 3 GB/s take 36 s.
+        Limit of each wait, in seconds in which the process ran. Default: `Config.timeout_s`.
     transfer_memory : int or str
         Budget of pinned memory for transfers between a GPU and storage that pass the host cache by.
     eviction : str
@@ -53,7 +53,7 @@ class Settings:
         How these ranks agree if they share no folder. Default: by files in the folder.
     """
 
-    timeout_s: float = 120.0
+    timeout_s: float = field(default_factory=time_limit_s)
     transfer_memory: int | str = "128 MiB"
     eviction: str = "score"
     discard_consumed: bool = False

@@ -19,11 +19,10 @@ from flashwarp.device.cuda import CudaDevice
 from flashwarp.device.foreign import ArrayView, Stream, stream_handle, view
 from flashwarp.device.kernels import Launch
 from flashwarp.device.memory import DeviceArray, DeviceMemory, MemoryInfo, OwnedStream, Registration
-from flashwarp.device.streams import TIMEOUT_S, Event
+from flashwarp.device.streams import Event
 from flashwarp.errors import ArgumentError, DeviceError
 
 __all__ = [
-    "TIMEOUT_S",
     "ArrayView",
     "CpuDevice",
     "CudaDevice",

@@ -30,7 +30,7 @@ from flashwarp.device.memory import (
     host_only,
     positive,
 )
-from flashwarp.device.streams import TIMEOUT_S, Event
+from flashwarp.device.streams import Event
 from flashwarp.errors import (
     ArgumentError,
     ClosedError,
@@ -207,7 +207,7 @@ class CpuDevice(Device):
     def order(self, before: object, after: object) -> None:
         pass
 
-    def wait(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
+    def wait(self, stream: object = None, timeout_s: float | None = None) -> None:
         pass
 
     def event(self) -> Event:

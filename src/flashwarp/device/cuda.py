@@ -31,7 +31,7 @@ from flashwarp.device.memory import (
     check_alignment,
     positive,
 )
-from flashwarp.device.streams import TIMEOUT_S, Event
+from flashwarp.device.streams import Event
 from flashwarp.errors import (
     ArgumentError,
     CaptureError,
@@ -353,7 +353,7 @@ class CudaDevice(Device):
             return
         self.context.order(first, second, self._mark)
 
-    def wait(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
+    def wait(self, stream: object = None, timeout_s: float | None = None) -> None:
         handle = self._handle(stream)
         if self.context.stream_done(handle, poll_s=_POLL_S):
             return
@@ -400,7 +400,7 @@ class CudaDevice(Device):
             f"{self.context.multiprocessors} multiprocessors, {gib:.0f} GiB)"
         )
 
-    def close(self, timeout_s: float = TIMEOUT_S) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Close arrays and caches, wait for the library's stream, then release everything.
 
         May be called twice. If the stream does not end in time, raises DeviceTimeout and releases
@@ -419,7 +419,7 @@ class CudaDevice(Device):
             if self.context.usable:
                 self._close_context()
 
-    def _wait_before_close(self, timeout_s: float) -> None:
+    def _wait_before_close(self, timeout_s: float | None) -> None:
         try:
             self.wait(timeout_s=timeout_s)
         except DeviceTimeout:

@@ -1,6 +1,6 @@
 """The streams of a device: their order, waits for them, events, and captures of CUDA graphs.
 
-Waits have a time limit.
+Waits have a time limit: `timeout_s`, or else that of `Config`.
 """
 
 # On CPU devices, where launches end before they return, some of it has nothing to do.
@@ -19,11 +19,7 @@ from flashwarp.device.foreign import Stream
 if TYPE_CHECKING:
     from flashwarp.device.memory import OwnedStream
 
-__all__ = ["TIMEOUT_S", "Event", "Streams"]
-
-TIMEOUT_S = 60.0
-"""Default limit in seconds of a wait for a stream. A launch moves at most as much as a cache holds:
-100 GiB at 3 GB/s take 36 s."""
+__all__ = ["Event", "Streams"]
 
 
 @renamed
@@ -57,7 +53,7 @@ class Event(ABC):
     def close(self) -> None:
         """Release it. May be called twice."""
 
-    def wait(self, timeout_s: float = TIMEOUT_S) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Block until done; raises DeviceTimeout."""
         cuda_context.wait_until(self.done, timeout_s, "the event")
 
@@ -119,7 +115,7 @@ class Streams(ABC):
         """Make later work on stream `after` wait for the present work of stream `before`."""
 
     @abstractmethod
-    def wait(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
+    def wait(self, stream: object = None, timeout_s: float | None = None) -> None:
         """Block until one stream is done; waits for no other stream. Raises DeviceTimeout."""
 
     def done(self, stream: object) -> bool:  # noqa: ARG002

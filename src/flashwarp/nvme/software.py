@@ -358,7 +358,9 @@ class SoftwareService(Service):
         """Allocate the queue pairs, and start the threads that serve them."""
         device, route = destination.device, transfers.route
         count, depth, self.threads = self._geometry(route, transfers.buffer_bytes != 0, destination)
-        self._queues = QueuePairs(device, count, depth, transfers, config.current().timeout_s)
+        self._queues = QueuePairs(
+            device, count, depth, transfers, config.current().command_timeout_s
+        )
         self._owned.callback(self._queues.close)
         # A launch that has all cores serves itself whenever it waits; a thread of ours would only
         # take a core from it. If threads= was given, its threads work nevertheless.

@@ -63,8 +63,8 @@ class VfioController(Controller, endings.Closing):
         Let a namespace be written that carries a partition table, a file system, or another known
         format. Default: such a namespace is read-only.
     timeout_s : float
-        Limit of each command of the host's own, in seconds. Waits of kernels have the library's
-        (`FLASHWARP_TIMEOUT_S`).
+        Limit of each command of the host's own, in seconds. Waits of kernels have the library's,
+        `Config.command_timeout_s`.
 
     Attributes
     ----------
@@ -353,7 +353,7 @@ class VfioService(Service):
                     count,
                     depth,
                     Transfers(self.route, buffer_bytes=line if data is None else 0),
-                    config.current().timeout_s,
+                    config.current().command_timeout_s,
                     DriveSide(
                         tuple(lease.ids),
                         doorbells,

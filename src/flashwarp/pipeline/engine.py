@@ -216,7 +216,7 @@ class BatchEngine(endings.OfProcess):
             choice("direction", direction, _DIRECTIONS)
         if copies and ring is None:
             raise ArgumentError("copies=True needs a ring")
-        limit_s = config.current("timeout_s").timeout_s if timeout_s is None else timeout_s
+        limit_s = config.time_limit_s(timeout_s)
         self.timeout_s = number("timeout_s", limit_s, 1e-3, 1e6)
         drives, threads = _drives_of(storage, controller)
         self.controllers = max(1, len(drives))

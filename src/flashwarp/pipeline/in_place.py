@@ -113,7 +113,7 @@ class InPlace(GpuRoute):
         if ticket.capture is None:
             self._side.after(stream)
         else:
-            # Our stream takes part in the capture until the batch is synchronized.
+            # Our stream takes part in the capture until the batch is taken.
             fork = self._device.mark(stream)
             fork.before(self._side.stream)
             fork.close()

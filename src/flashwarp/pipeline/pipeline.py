@@ -17,8 +17,8 @@ from typing import Any
 from flashwarp import endings
 from flashwarp._names import renamed
 from flashwarp.array.array import Array
-from flashwarp.config import integer
-from flashwarp.device import TIMEOUT_S, CudaDevice, stream_handle
+from flashwarp.config import integer, time_limit_s
+from flashwarp.device import CudaDevice, stream_handle
 from flashwarp.errors import ArgumentError, DeviceTimeout, FlashwarpError, ReadOnlyError
 from flashwarp.explanation import Explanation
 from flashwarp.launch.operands import Index
@@ -69,8 +69,9 @@ class Pipeline(endings.OfProcess):
         read past the cache, and only if this is given.
     library : {"torch", "cupy", "numpy"}, optional
         What the buffers are arrays of. Default: of the library of the ids of each batch.
-    timeout_s : float
-        The time limit of a batch and of what waits: `take` on the CPU device, and `close`.
+    timeout_s : float, optional
+        The time limit of a batch and of what waits: `take` on the CPU device, and `close`. Default:
+        `Config.timeout_s`.
 
     Raises
     ------
@@ -124,7 +125,7 @@ class Pipeline(endings.OfProcess):
         sms: int | None = None,
         workers: int | tuple[int, int] | None = None,
         library: str = "",
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> None:
         if not isinstance(array, Array):
             raise ArgumentError(f"a pipeline reads a flashwarp.Array, not {type(array).__name__}")
@@ -142,11 +143,12 @@ class Pipeline(endings.OfProcess):
         self._writes: deque[Ticket] = deque()
         self._stats = PipelineStats()
         self._kernels: KernelBatches | None = None
+        limit_s = time_limit_s(timeout_s)
         self._make_engine = partial(
-            make_engine, array, self.batch_rows, self.depth, workers, timeout_s
+            make_engine, array, self.batch_rows, self.depth, workers, limit_s
         )
         make = partial(self._make_engine, **self._needs)
-        self._route = choose_route(array, make, sms, workers, timeout_s)
+        self._route = choose_route(array, make, sms, workers, limit_s)
         self._explanation: Explanation | None = None
         self._entry = _Entry(self)
         try:
@@ -282,7 +284,7 @@ class Pipeline(endings.OfProcess):
         library: str = "",
         sms: int | None = None,
         workers: int | tuple[int, int] | None = None,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Iterator[Any]:
         """Yield an array from front to back, `rows` rows at a time, in buffers of a pipeline.
 

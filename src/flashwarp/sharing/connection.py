@@ -23,12 +23,12 @@ from flashwarp.sharing.messages import Message
 __all__ = ["Connection"]
 
 # Longer than any request may take in the owner, whose own waits end first: see `limit_s`.
-_LIMITS = 2.5
+_LIMITS = 1.25
 
 
 def limit_s() -> float:
-    """Return how long a request may take: the owner's waits take at most two time limits."""
-    return _LIMITS * config.current("timeout_s").timeout_s
+    """Return how long a request may take: the owner's waits take at most one time limit."""
+    return _LIMITS * config.time_limit_s()
 
 
 class Connection:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
-from flashwarp import endings
+from flashwarp import config, endings
 from flashwarp.errors import FlashwarpError, SharedCacheError
 from flashwarp.sharing import messages, names
 from flashwarp.sharing.messages import Message
@@ -29,8 +29,6 @@ CLIENTS_MAX = 64
 # How long a client may take to say hello, and to take an answer off the socket.
 _MANNERS_S = 10.0
 _RETRY_S = 0.1
-# How long `close` waits for requests that are being answered.
-_CLOSE_S = 70.0
 
 Answer: TypeAlias = tuple[dict[str, Any], tuple[int, ...]]
 """The body of an answer, and the descriptors that go with it."""
@@ -92,7 +90,7 @@ class Listener:
             _shut(each)
         for thread in (self._thread, *(thread for _, thread in clients)):
             if thread is not threading.current_thread():
-                thread.join(_CLOSE_S)
+                thread.join(config.time_limit_s())  # of requests that are answered
         self._server.close()
         self._lock.release()
         _open.discard(self)

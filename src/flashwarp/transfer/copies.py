@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from flashwarp import _waiting
-from flashwarp.device import TIMEOUT_S, stream_handle
+from flashwarp.config import time_limit_s
+from flashwarp.device import stream_handle
 from flashwarp.errors import DeviceTimeout, FlashwarpError
 
 __all__ = ["After", "Copier", "Copy", "Direction", "Piece"]
@@ -96,13 +97,14 @@ class Copy:
         self._raise()
         return True
 
-    def wait(self, timeout_s: float = TIMEOUT_S) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Block until it has ended. Raises what it has failed with, or DeviceTimeout."""
-        waited = _waiting.until(self.over, timeout_s)
+        limit_s = time_limit_s(timeout_s)
+        waited = _waiting.until(self.over, limit_s)
         if waited is not None:
             raise DeviceTimeout(
                 f"a copy of {self.nbytes} bytes {self.direction.value} has not ended after "
-                f"{waited:.1f} s (limit {timeout_s:g} s): the work that it comes after still runs, "
+                f"{waited:.1f} s (limit {limit_s:g} s): the work that it comes after still runs, "
                 "or a word that its stream waits for was not stored"
             )
         self._raise()

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from flashwarp import _waiting, endings
 from flashwarp._jit.cuda_context import End, Memory
-from flashwarp.device import TIMEOUT_S, CudaDevice
+from flashwarp.config import time_limit_s
+from flashwarp.device import CudaDevice
 from flashwarp.device.base import quietly
 from flashwarp.errors import ArgumentError, DeviceError, DeviceTimeout, FlashwarpError
 from flashwarp.transfer.bandwidth import LinkBandwidth
@@ -67,13 +68,13 @@ class CudaCopier:
             raise
 
     def _take_event(self) -> int:
-        waited = None
+        waited, limit_s = None, time_limit_s()
         if len(self._copies) >= _SWEPT_AT:
-            waited = _waiting.until(lambda: self.in_flight() < _IN_FLIGHT_MAX, TIMEOUT_S)
+            waited = _waiting.until(lambda: self.in_flight() < _IN_FLIGHT_MAX, limit_s)
         if waited is not None:
             raise DeviceTimeout(
                 f"{len(self._copies)} copies are in flight, and none ended in {waited:.1f} s "
-                f"(limit {TIMEOUT_S:g} s): a word that they wait for was not stored, or the "
+                f"(limit {limit_s:g} s): a word that they wait for was not stored, or the "
                 "work that they come after still runs"
             )
         return self._context.take_event()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashwarp._jit.cuda_context import End
-from flashwarp.device import TIMEOUT_S, CudaDevice, Event
+from flashwarp.device import CudaDevice, Event
 
 __all__ = ["DeviceQueue"]
 
@@ -64,7 +64,7 @@ class DeviceQueue:
         """Return an event at the present end; closing it lets others use it again."""
         return self._device.mark(self.stream)
 
-    def wait(self, timeout_s: float = TIMEOUT_S) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Block until everything has ended; raises what failed, or DeviceTimeout."""
         self._device.wait(self.stream, timeout_s)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from flashwarp import _waiting, endings
 from flashwarp._names import renamed
-from flashwarp.config import integer
-from flashwarp.device import TIMEOUT_S, CudaDevice, Device, stream_handle
+from flashwarp.config import integer, time_limit_s
+from flashwarp.device import CudaDevice, Device, stream_handle
 from flashwarp.errors import ArgumentError, DeviceTimeout, FlashwarpError
 from flashwarp.transfer.bandwidth import LinkBandwidth
 from flashwarp.transfer.buffer import TransferBuffer
@@ -117,7 +117,7 @@ class CopyEngine(endings.OfProcess):
         CaptureError
             A stream of `after` is being captured into a CUDA graph.
         DeviceError, DeviceTimeout
-            The driver refused, or so many copies are in flight that none ended in 60 s.
+            The driver refused, or so many copies are in flight that none ended in time.
         """
         target = describe(self.device, dst, "target", writable=True)
         source = describe(self.device, src, "source", writable=False)
@@ -211,14 +211,14 @@ class CopyEngine(endings.OfProcess):
         """Copies that have not ended."""
         return sum(copier.in_flight() for copier in self._copiers.values())
 
-    def wait(self, timeout_s: float = TIMEOUT_S) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Block until the present copies have ended; raise the first error that nobody has seen."""
         self._check_usable()
-        self._wait_idle(timeout_s)
+        self._wait_idle(time_limit_s(timeout_s))
         self._raise_failures()
 
-    def _wait_idle(self, timeout_s: float) -> None:
-        waited = _waiting.until(lambda: self.in_flight == 0, timeout_s)
+    def _wait_idle(self, limit_s: float) -> None:
+        waited = _waiting.until(lambda: self.in_flight == 0, limit_s)
         if waited is not None:
             counts = ", ".join(
                 f"{copier.in_flight()} {direction.value}"
@@ -226,7 +226,7 @@ class CopyEngine(endings.OfProcess):
             )
             raise DeviceTimeout(
                 f"copies on {self.device.name} have not ended after {waited:.1f} s (limit "
-                f"{timeout_s:g} s): {counts}; the work that they come after still runs, or a word "
+                f"{limit_s:g} s): {counts}; the work that they come after still runs, or a word "
                 "that they wait for was not stored"
             )
 
@@ -236,7 +236,7 @@ class CopyEngine(endings.OfProcess):
         if first is not None:
             raise first
 
-    def close(self, timeout_s: float = TIMEOUT_S) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Wait for copies in flight, release the streams, and raise an error that nobody has seen.
 
         May be called twice. If the copies do not end in time, raises DeviceTimeout and releases
@@ -244,7 +244,8 @@ class CopyEngine(endings.OfProcess):
         """
         if self._closed or self._in_child:
             return
-        self._wait_idle(min(timeout_s, _AT_EXIT_S) if endings.ended() else timeout_s)
+        limit_s = time_limit_s(timeout_s)
+        self._wait_idle(min(limit_s, _AT_EXIT_S) if endings.ended() else limit_s)
         endings.uninterrupted(self._release)
         self._raise_failures()
 

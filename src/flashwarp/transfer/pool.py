@@ -22,8 +22,8 @@ from functools import partial
 from typing import TypeVar
 
 from flashwarp import _waiting, endings
-from flashwarp.config import integer, parse_bytes
-from flashwarp.device import TIMEOUT_S, Device, DeviceMemory, Registration
+from flashwarp.config import integer, parse_bytes, time_limit_s
+from flashwarp.device import Device, DeviceMemory, Registration
 from flashwarp.errors import (
     ArgumentError,
     DeviceError,
@@ -164,7 +164,7 @@ class Pool:
             if client in self._ahead:
                 self._ahead.remove(client)
         # The device may be closed next.
-        _waiting.until(lambda: self._pinning is not client, TIMEOUT_S)
+        _waiting.until(lambda: self._pinning is not client, time_limit_s())
         with self.lock:
             self.sort_returned()
             client.room.clients.remove(client)
@@ -450,7 +450,7 @@ class TransferClient(endings.OfProcess):
         """Bytes that it has: lent, in copies, or kept for it."""
         return self.lent_bytes + (self.room.free_bytes if self.reserved else 0)
 
-    def take(self, nbytes: int | None = None, timeout_s: float = TIMEOUT_S) -> TransferBuffer:
+    def take(self, nbytes: int | None = None, timeout_s: float | None = None) -> TransferBuffer:
         """Lend a buffer, with any content; blocks until one is free. Who asked first gets it first.
 
         Raises
@@ -465,7 +465,7 @@ class TransferClient(endings.OfProcess):
             The client was closed, or belongs to the parent process.
         """
         nbytes = self._size(nbytes)
-        place, waited = object(), None
+        place, waited, limit_s = object(), None, time_limit_s(timeout_s)
         try:
             self._line.append(place)
             while True:
@@ -477,7 +477,7 @@ class TransferClient(endings.OfProcess):
                         self._pool.check_holds_none(self, threading.get_ident())
                     waited = _waiting.Waited()
                 seconds = waited.look()
-                if seconds >= timeout_s:
+                if seconds >= limit_s:
                     break
                 # Sleeps at once: other threads need Python's lock.
                 time.sleep(min(max(_PAUSE_S, seconds / 50), _PAUSE_MAX_S))
@@ -486,7 +486,7 @@ class TransferClient(endings.OfProcess):
                 self._line.remove(place)
         raise DeviceTimeout(
             f"no transfer buffer of {nbytes} bytes was free for {seconds:.1f} s (limit "
-            f"{timeout_s:g} s): {self._account(nbytes)}"
+            f"{limit_s:g} s): {self._account(nbytes)}"
         )
 
     def try_take(self, nbytes: int | None = None) -> TransferBuffer | None:

@@ -22,7 +22,7 @@ from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.buffers import page_aligned
 from flashwarp.checkpoint.directory.catalog import Catalog
 from flashwarp.checkpoint.directory.reader import VersionReader
-from flashwarp.config import integer, number
+from flashwarp.config import integer, number, time_limit_s
 from flashwarp.errors import (
     ArgumentError,
     DamagedVersionError,
@@ -70,9 +70,9 @@ class RemoteDirectory(Catalog):
     attempts : int
         How often a request is tried, with random waits that grow from 0.1 s to 10 s: by obstore if
         the URL is that of a server, otherwise here.
-    timeout_s : float
+    timeout_s : float, optional
         Seconds after which no further attempt is made; if the URL is that of a server, also the
-        limit of each attempt.
+        limit of each attempt. Default: `Config.timeout_s`.
     **options
         For a URL: configuration of obstore, such as ``endpoint`` or ``skip_signature``.
 
@@ -103,13 +103,13 @@ class RemoteDirectory(Catalog):
         rank: int = 0,
         *,
         attempts: int = 5,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self.rank = names.check_rank(rank)
         self._attempts = integer("attempts", attempts, 1, 100)
-        self._timeout_s = number("timeout_s", timeout_s, 1e-3, 1e6)
+        self._timeout_s = number("timeout_s", time_limit_s(timeout_s), 1e-3, 1e6)
         self._obstore = _import_obstore()
         self._url = store if isinstance(store, str) else type(store).__name__
         if isinstance(store, str):

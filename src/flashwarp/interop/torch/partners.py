@@ -24,7 +24,7 @@ from flashwarp import endings
 from flashwarp.checkpoint.directory import Catalog, Directory, VersionReader, VersionWriter
 from flashwarp.checkpoint.directory.names import check_version
 from flashwarp.checkpoint.region import Region
-from flashwarp.config import number
+from flashwarp.config import number, time_limit_s
 from flashwarp.errors import (
     ArgumentError,
     DamagedVersionError,
@@ -58,8 +58,8 @@ class Partners(Catalog):
         A folder of this process's node, for the copies of the rank before.
     group : ProcessGroup, optional
         The ranks. Default: all. Any backend will do.
-    timeout_s : float
-        Limit of each transfer.
+    timeout_s : float, optional
+        Limit of each transfer. Default: `Config.timeout_s`.
 
     Raises
     ------
@@ -78,10 +78,10 @@ class Partners(Catalog):
     _poll_s = 1.0
 
     def __init__(
-        self, path: str | os.PathLike[str], group: Any = None, *, timeout_s: float = 60.0
+        self, path: str | os.PathLike[str], group: Any = None, *, timeout_s: float | None = None
     ) -> None:
         super().__init__()
-        timeout = timedelta(seconds=number("timeout_s", timeout_s, 1e-3, 1e6))
+        timeout = timedelta(seconds=number("timeout_s", time_limit_s(timeout_s), 1e-3, 1e6))
         if not dist.is_initialized():
             raise ArgumentError("partners need torch.distributed.init_process_group first")
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)

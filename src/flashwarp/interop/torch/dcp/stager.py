@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flashwarp import endings
 from flashwarp._names import renamed
-from flashwarp.config import number, parse_bytes
-from flashwarp.device import TIMEOUT_S, Device, resolve
+from flashwarp.config import number, parse_bytes, time_limit_s
+from flashwarp.device import Device, resolve
 from flashwarp.device.memory import align_up
 from flashwarp.errors import ArgumentError, ClosedError, DtypeError
 from flashwarp.interop.torch.dcp.versions import check_version
@@ -51,8 +51,8 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         Whether later work on torch's current stream waits for the copies, so that it may change the
         state at once. If False, compute goes on beside the copies, and you call `before_changes`
         before the first change, such as the optimizer's step.
-    timeout_s : float
-        How long `stage` waits for staging memory.
+    timeout_s : float, optional
+        How long `stage` waits for staging memory. Default: `Config.timeout_s`.
 
     Raises
     ------
@@ -78,12 +78,12 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         host_memory: int | str = "8 GiB",
         *,
         ordered: bool = True,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> None:
         check_version()
         self.host_bytes = parse_bytes(host_memory, "host_memory")
         self.ordered = ordered
-        self.timeout_s = number("timeout_s", timeout_s, 0, _TIMEOUT_S_MAX)
+        self.timeout_s = number("timeout_s", time_limit_s(timeout_s), 0, _TIMEOUT_S_MAX)
         self._lock = endings.Lock()
         self._engines: dict[str, CopyEngine] = {}
         self._blocks: TransferClient | None = None
@@ -109,7 +109,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
             staged = plan.copy_of(state_dict)
             self._last = [each for each in copies if each.direction is Direction.TO_HOST]
         if all(each.over() for each in copies):
-            _end(copies, TIMEOUT_S)
+            _end(copies, None)
             return staged
         return self._in_background(copies, staged)
 
@@ -155,7 +155,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
             if not each.over():
                 each.before(torch.cuda.current_stream() if stream is None else stream)
 
-    def wait_staged(self, timeout_s: float = TIMEOUT_S) -> None:
+    def wait_staged(self, timeout_s: float | None = None) -> None:
         """Block until the last copies have arrived; raises what they failed with."""
         _end(self._last, timeout_s)
 
@@ -168,7 +168,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
             self._waiter = endings.Pool(1, "flashwarp-staging")
 
         def arrived() -> Any:
-            _end(copies, TIMEOUT_S)
+            _end(copies, None)
             return staged
 
         return self._waiter.submit(arrived)
@@ -312,6 +312,6 @@ def _device_name(tensor: torch.Tensor) -> str:
     return "cpu" if tensor.device.type == "cpu" else f"cuda:{tensor.device.index}"
 
 
-def _end(copies: list[Copy], timeout_s: float) -> None:
+def _end(copies: list[Copy], timeout_s: float | None) -> None:
     for each in copies:
         each.wait(timeout_s)
