@@ -91,7 +91,7 @@ class Route(ABC):
 
     @abstractmethod
     def drop(self, ticket: Ticket) -> None:
-        """Forget a batch that nobody synchronizes."""
+        """Forget a batch that nobody takes."""
 
     def check(self) -> None:
         """Raise what earlier batches are known to have failed with. Does not wait."""

@@ -163,7 +163,7 @@ class Staged(GpuRoute):
             self._unseen[ticket.verb].append(ticket.number)
 
     def check(self) -> None:
-        """Raise the first error of batches that were synchronized, or written, and have ended."""
+        """Raise the first error of batches that were taken, or written, and have ended."""
         for direction, unseen in self._unseen.items():
             while unseen and self._engine.ended(direction, unseen[0]):
                 self._engine.check(direction, unseen.popleft())
