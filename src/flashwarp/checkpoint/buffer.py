@@ -29,63 +29,33 @@ _ROWS_FIRST = 64
 
 @dataclass(frozen=True)
 class Fragment:
-    """One fragment, for people and tests.
+    """One fragment, for people and tests."""
 
-    Attributes
-    ----------
-    key : hashable or None
-        Whose block it is; None: a gap.
-    offset, nbytes : int
-        Place in the buffer, in bytes.
-    ready_ns : int
-        0 if it can be evicted now, else when it is expected to be, on the monotonic clock.
-    urgency : int
-        The larger, the later it is needed; `GAP` for gaps.
-    pinned : bool
-        Whether only a restore can free it.
-    used : int
-        Number of the last use, for policies that go by recency.
-    """
-
-    key: Hashable | None
+    key: Hashable | None  # whose block it is; None: a gap
+    # Place in the buffer, in bytes.
     offset: int
     nbytes: int
+    # 0 if it can be evicted now, else when it is expected to be, on the monotonic clock.
     ready_ns: int
-    urgency: int
-    pinned: bool
-    used: int
+    urgency: int  # the larger, the later it is needed; `GAP` for gaps
+    pinned: bool  # whether only a restore can free it
+    used: int  # number of the last use, for policies that go by recency
 
 
 @dataclass(frozen=True)
 class Window:
-    """Fragments [first, last) that a new version may take.
+    """Fragments [first, last) that a new version may take."""
 
-    Attributes
-    ----------
-    first, last : int
-        Indices in the table, valid until it changes.
-    wait_ns : int
-        Expected time until all of them can be evicted; 0: now.
-    urgency : int
-        Of the version among them that is needed soonest.
-    evicted_bytes : int
-        Bytes of versions that go.
-    """
-
+    # Indices in the table, valid until it changes.
     first: int
     last: int
-    wait_ns: int
-    urgency: int
-    evicted_bytes: int
+    wait_ns: int  # expected time until all of them can be evicted; 0: now
+    urgency: int  # of the version among them that is needed soonest
+    evicted_bytes: int  # bytes of versions that go
 
 
 class FragmentTable:
-    """Who has which bytes of one contiguous buffer. Not thread-safe.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size of the buffer that is usable at first; `grow` adds to it.
+    """Who has which bytes of one contiguous buffer, which may grow. Not thread-safe.
 
     Examples
     --------

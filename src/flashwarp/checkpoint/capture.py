@@ -23,56 +23,26 @@ __all__ = ["Bytes", "Protected", "RegionSet", "describe", "new_array"]
 
 @dataclass(frozen=True)
 class Bytes:
-    """A region's bytes in the memory of the user.
+    """A region's bytes in the memory of the user."""
 
-    Attributes
-    ----------
-    region : Region
-        What they are.
-    address : int
-        Of the first byte; valid while `owner` lives.
-    on_device : bool
-        Whether they are in the memory of a GPU.
-    owner : object
-        The array.
-    stream : object
-        The stream on which the user's work on it runs; None: there is none.
-    """
-
-    region: Region
-    address: int
-    on_device: bool
-    owner: object
-    stream: object = None
+    region: Region  # what they are
+    address: int  # of the first byte; valid while `owner` lives
+    on_device: bool  # whether they are in the memory of a GPU
+    owner: object  # the array
+    stream: object = None  # the stream on which the user's work on it runs; None: there is none
 
 
 @dataclass(frozen=True)
 class Protected:
-    """What `Checkpointer.protect` was given.
+    """What `Checkpointer.protect` was given."""
 
-    Attributes
-    ----------
-    source : object
-        An array, or a callable that returns one.
-    restore : callable or None
-        Takes the restored array of a callable region.
-    region : Region or None
-        The array as it was when it was protected; None for a callable.
-    """
-
-    source: object
-    restore: Callable[[Any], object] | None
-    region: Region | None
+    source: object  # an array, or a callable that returns one
+    restore: Callable[[Any], object] | None  # takes the restored array of a callable region
+    region: Region | None  # the array as it was when it was protected; None for a callable
 
 
 class RegionSet:
-    """Protected regions, by name. Not thread-safe.
-
-    Parameters
-    ----------
-    device : Device
-        Where arrays of a GPU must be.
-    """
+    """Protected regions, by name. Not thread-safe."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -54,24 +54,17 @@ _BEGINNINGS = (Event.WRITE, Event.FETCH, Event.FLUSH, Event.READ, Event.PIN)
 
 
 class Core:
-    """The shared state of one checkpointer.
-
-    Attributes
-    ----------
-    changed : endings.Condition
-        The lock of everything here, notified after each change.
-    tiers : list of Tier
-        The caches, fastest first.
-    """
+    """The shared state of one checkpointer."""
 
     def __init__(self, settings: Settings, mover: Mover) -> None:
         self.settings = settings
         self.mover = mover
+        # The lock of everything here, notified after each change.
         self.changed = endings.Condition(mover.crew.lock)
         # Each kind of background thread is woken for its own work: a wake-up of all of them takes
         # longer than most calls.
         self._wakes: dict[str, list[Callable[[], None]]] = {role: [] for role in ROLES}
-        self.tiers: list[Tier] = []
+        self.tiers: list[Tier] = []  # fastest first
         self.hints = RestoreQueue(settings.hints_max, settings.passed_max)
         self.interval = RestoreInterval()
         self.counts: Counter[str] = Counter()

@@ -16,17 +16,7 @@ __all__ = ["Durability"]
 
 
 class Durability:
-    """Waits of one checkpointer.
-
-    Parameters
-    ----------
-    core : Core
-        The checkpointer's state.
-    path : str
-        The folder, for messages.
-    remote : Directory, RemoteDirectory or None
-        The second store.
-    """
+    """Waits of one checkpointer."""
 
     def __init__(self, core: Core, path: str, remote: Any) -> None:
         self._core = core

@@ -42,19 +42,7 @@ flushes large ones: disks serve processes by what each has in flight."""
 
 
 class Flusher:
-    """The flushes of one tier.
-
-    Parameters
-    ----------
-    core : Core
-        The checkpointer's state.
-    tier : Tier
-        The cache that is flushed.
-    below : Tier or None
-        The next slower cache.
-    storing : Storing
-        Writes to storage.
-    """
+    """The flushes of one tier."""
 
     def __init__(self, core: Core, tier: Tier, below: Tier | None, storing: Storing) -> None:
         self._core = core

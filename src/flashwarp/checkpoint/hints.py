@@ -25,21 +25,11 @@ those of a few threads, deviate by less; and a cache rarely has room for more wr
 
 @dataclass
 class Hint:
-    """One entry of the queue.
+    """One entry of the queue."""
 
-    Attributes
-    ----------
-    number : int
-        Its place; later hints have larger numbers, and a number never changes.
-    key : hashable
-        The version.
-    passed : int
-        Restores of later hints, or without a hint, since it was the next one.
-    """
-
-    number: int
-    key: Hashable
-    passed: int = 0
+    number: int  # its place; later hints have larger numbers, and a number never changes
+    key: Hashable  # the version
+    passed: int = 0  # restores of later hints, or without a hint, since it was the next one
 
 
 @dataclass(frozen=True)
@@ -79,12 +69,7 @@ class ScoreCard:
 class RestoreQueue:
     """Hints in the order of expected restores. Not thread-safe: the checkpointer has the lock.
 
-    Parameters
-    ----------
-    hints_max : int
-        Open hints that it holds at most.
-    passed_max : int
-        After so many restores that pass a hint by, the hint is given up.
+    A hint that `passed_max` restores have passed by is given up.
 
     Examples
     --------
@@ -134,12 +119,7 @@ class RestoreQueue:
     def restored(self, key: Hashable, *, ready: bool) -> list[Hint]:
         """Note that a restore begins; return the hints that are given up because of it.
 
-        Parameters
-        ----------
-        key : hashable
-            The version.
-        ready : bool
-            Whether it was in the fastest cache already.
+        `ready` says whether the version was in the fastest cache already.
         """
         numbers = self._by_key.get(key)
         if not numbers:

@@ -83,26 +83,16 @@ _NONE = Fact(0)
 
 @dataclass(frozen=True)
 class Transition:
-    """When an event is allowed, and what it changes.
+    """When an event is allowed, and what it changes."""
 
-    Attributes
-    ----------
-    needs, forbids : Fact
-        All of `needs` and none of `forbids` must hold.
-    needs_one : Fact
-        At least one of these must hold; empty: no such condition.
-    sets, clears : Fact
-        Facts that hold, or hold no more, after the event.
-    why : str
-        The meaning, for the documentation.
-    """
-
+    # All of `needs` and none of `forbids` must hold.
     needs: Fact = _NONE
-    needs_one: Fact = _NONE
+    needs_one: Fact = _NONE  # at least one of these must hold; empty: no such condition
     forbids: Fact = _NONE
+    # Facts that hold, or hold no more, after the event.
     sets: Fact = _NONE
     clears: Fact = _NONE
-    why: str = ""
+    why: str = ""  # the meaning, for the documentation
 
     def allows(self, facts: Fact) -> bool:
         """Return whether the event may happen where these facts hold."""

@@ -15,15 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class Lookup:
-    """Versions of one checkpointer, by name and number.
-
-    Parameters
-    ----------
-    core : Core
-        The checkpointer's state.
-    system : System
-        Lists and reads the folder.
-    """
+    """Versions of one checkpointer, by name and number."""
 
     def __init__(self, core: Core, system: System) -> None:
         self._core = core

@@ -25,15 +25,7 @@ _PAGE_BYTES = 4096
 
 
 class GrowingMemory(Closing):
-    """Host memory at one address, which becomes usable piece by piece.
-
-    Parameters
-    ----------
-    device : Device
-        Which GPU copies from and to it.
-    nbytes : int
-        Bytes in the end.
-    """
+    """Host memory at one address, which becomes usable piece by piece."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device

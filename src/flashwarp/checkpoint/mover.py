@@ -104,14 +104,8 @@ def pieces(nbytes: int, most: int = _PIECE_BYTES) -> Iterator[tuple[int, int]]:
 class Mover(endings.Closing):
     """Copies of one checkpointer. Any thread may call.
 
-    Parameters
-    ----------
-    device : Device
-        The checkpointer's.
-    staging_bytes : int
-        Budget of pinned staging memory; used on GPUs alone.
-    timeout_s : float
-        Limit of each wait for a copy or a staging buffer.
+    `staging_bytes` is the budget of pinned memory, used on GPUs alone; `timeout_s` limits each wait
+    for a copy or a buffer.
     """
 
     def __init__(self, device: Device, staging_bytes: int, timeout_s: float) -> None:

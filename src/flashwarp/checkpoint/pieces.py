@@ -43,12 +43,7 @@ class _Piece:
 class Pieces:
     """Moves the pieces of several versions. Any thread may call.
 
-    Parameters
-    ----------
-    crew : Crew
-        Its threads help. If pieces do not end in time, the crew is broken.
-    limit_s : float
-        The longest time in which no piece ends.
+    If no piece ends within `limit_s`, the crew is broken.
     """
 
     def __init__(self, crew: Crew, limit_s: float) -> None:

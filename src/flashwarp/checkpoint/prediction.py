@@ -69,12 +69,8 @@ class Backlog:
     The paper's ``predict_evictable``: a flush ends when the bytes before it and its own have moved
     over the link.
 
-    Parameters
-    ----------
-    link : Link
-        The link, whose bandwidth is measured.
-    in_order : bool
-        Whether transfers begin in the order of `add`. Otherwise each is expected to be the next.
+    With `in_order`, transfers begin in the order of `add`. Otherwise each is expected to be the
+    next.
     """
 
     def __init__(self, link: Link, *, in_order: bool = True) -> None:

@@ -30,18 +30,8 @@ class Prefetcher:
     From storage there are two: one reads the last pieces of a version while the other opens the
     next one. Else the disk would be idle for as long as some pieces take.
 
-    Parameters
-    ----------
-    core : Core
-        The checkpointer's state.
-    tier : Tier
-        The cache that is filled.
-    below : Tier or None
-        The next slower cache.
-    storing : Storing
-        Reads from storage.
-    reading : set of Entry
-        Versions whose last pieces are not on their way yet; shared by the prefetches of the tier.
+    `reading` has the versions whose last pieces are not on their way yet; the prefetches of the
+    tier share it.
     """
 
     def __init__(

@@ -30,15 +30,7 @@ class Restore:
 
 
 class Restorer:
-    """Restores of one checkpointer.
-
-    Parameters
-    ----------
-    core : Core
-        The checkpointer's state.
-    storing : Storing
-        Reads from storage.
-    """
+    """Restores of one checkpointer."""
 
     def __init__(self, core: Core, storing: Storing) -> None:
         self._core = core

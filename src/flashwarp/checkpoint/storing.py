@@ -41,16 +41,8 @@ class Removal:
 class Storing:
     """Writes of one checkpointer to its folder.
 
-    Parameters
-    ----------
-    core : Core
-        The checkpointer's state.
-    directory : Directory
-        Storage.
-    commits : GroupCommits or None
-        Commits versions together with other ranks.
-    remote : Catalog or None
-        Where versions are read that are missing or damaged in the folder.
+    `commits` commits versions together with other ranks. From `remote` it reads those that are
+    missing or damaged in the folder.
     """
 
     def __init__(

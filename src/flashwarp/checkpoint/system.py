@@ -45,20 +45,7 @@ _REMOVED_AFTER_S = 1.0
 class System:
     """Owns the directory, the memory of the tiers and the threads of one checkpointer.
 
-    Parameters
-    ----------
-    path : str
-        Folder of the versions.
-    device : Device
-        Where the arrays are.
-    cache_bytes : tuple of int
-        Of the GPU cache and the host cache; 0: none.
-    remote : path-like, str, Catalog or None
-        The second store.
-    rank : int
-        Of this process.
-    settings : Settings
-        The rest.
+    `cache_bytes` are those of the GPU cache and of the host cache; 0: none.
     """
 
     def __init__(

@@ -42,44 +42,24 @@ def block_offsets(regions: tuple[Region, ...]) -> tuple[dict[str, int], int]:
 
 @dataclass(eq=False)
 class Entry:
-    """A version that the checkpointer knows.
+    """A version that the checkpointer knows."""
 
-    Attributes
-    ----------
-    key : Key
-        Its name and number.
-    regions : tuple of Region
-        What it holds.
-    identity : str
-        Tells it from other versions of its number, before and after it; its copies have it too.
-    offsets : dict
-        Where each region begins in a block of the version.
-    nbytes : int
-        Bytes of a block.
-    stored, remote : bool
-        Whether it is committed in the directory, and whether the remote store is known to have it:
-        it was stored there, or compared, by this process.
-    discarded : bool
-        Whether the user needs it no more.
-    unreadable : bool
-        Whether a prefetch from storage failed, so that only a restore tries again.
-    failure : BaseException or None
-        Why the last flush failed.
-    failed_ns : int
-        When that flush had begun.
-    """
-
-    key: Key
-    regions: tuple[Region, ...]
+    key: Key  # its name and number
+    regions: tuple[Region, ...]  # what it holds
+    # Tells it from other versions of its number, before and after it; its copies have it too.
     identity: str = ""
+    # Where each region begins in a block of the version.
     offsets: dict[str, int] = field(init=False)
-    nbytes: int = field(init=False)
+    nbytes: int = field(init=False)  # bytes of a block
+    # Whether it is committed in the directory, and whether the remote store is known to have it: it
+    # was stored there, or compared, by this process.
     stored: bool = False
     remote: bool = False
-    discarded: bool = False
+    discarded: bool = False  # whether the user needs it no more
+    # Whether a prefetch from storage failed, so that only a restore tries again.
     unreadable: bool = False
-    failure: BaseException | None = None
-    failed_ns: int = 0
+    failure: BaseException | None = None  # why the last flush failed
+    failed_ns: int = 0  # when that flush had begun
 
     def __post_init__(self) -> None:
         self.offsets, self.nbytes = block_offsets(self.regions)
@@ -110,24 +90,8 @@ class Entry:
 class Tier:
     """One cache tier.
 
-    Parameters
-    ----------
-    name : str
-        "gpu" or "host".
-    address : int
-        Of the buffer.
-    nbytes : int
-        Bytes of the buffer when it has grown.
-    on_host : bool
-        Whether the host can touch the buffer.
-    policy : Policy
-        Chooses what to evict.
-    backlog : Backlog
-        The flushes from this tier.
-    hint_number : callable
-        Returns the number of the first open hint for a version, or None.
-    usable_bytes : int, optional
-        Bytes usable at first. Default: all.
+    `nbytes` are those of the buffer when it has grown; `usable_bytes` can be used at first, by
+    default all. `hint_number` returns the number of the first open hint for a version, or None.
     """
 
     def __init__(

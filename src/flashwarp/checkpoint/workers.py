@@ -35,19 +35,8 @@ class _Kind:
 class Crew:
     """A few threads with one list of kinds of jobs. Another one starts only while all have a job.
 
-    Parameters
-    ----------
-    name : str
-        Of the threads.
-    lock : endings.Lock
-        Of what the jobs are about.
-    most : int
-        How many threads, at most.
-
-    Attributes
-    ----------
-    broken : callable
-        Gets the error of a thread that ends by one; called under the lock.
+    `lock` guards what the jobs are about; `broken` gets, under the lock, the error of a thread that
+    ends by one.
     """
 
     def __init__(self, name: str, lock: endings.Lock, most: int = 1) -> None:

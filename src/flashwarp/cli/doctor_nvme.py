@@ -49,52 +49,27 @@ def _has_privilege() -> bool:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What a GPU has for drives.
+    """What a GPU has for drives."""
 
-    Attributes
-    ----------
-    error : str
-        Why nothing is known of it; empty if there is one.
-    export_refusal : str
-        Why its memory is not exported as a dma-buf; empty if it was.
-    mapping_errno : int
-        What the kernel's iommufd says to that dma-buf; 0: it maps it.
-    orders : bool
-        Whether it keeps the order of a device's writes to its memory.
-    """
-
-    error: str = ""
-    export_refusal: str = ""
-    mapping_errno: int = 0
-    orders: bool = False
+    error: str = ""  # why nothing is known of it; empty if there is one
+    export_refusal: str = ""  # why its memory is not exported as a dma-buf; empty if it was
+    mapping_errno: int = 0  # what the kernel's iommufd says to that dma-buf; 0: it maps it
+    orders: bool = False  # whether it keeps the order of a device's writes to its memory
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the checks look; tests give another machine.
+    """Where the checks look; tests give another machine."""
 
-    Attributes
-    ----------
-    root : Path
-        What lies at "/".
-    release : str
-        Of the kernel.
-    may : callable
-        Whether this user may access a path, as `os.access`.
-    privileged : callable
-        Whether this process may send any NVMe command (CAP_SYS_ADMIN).
-    memlock : callable
-        Bytes that this user may lock; -1: no limit.
-    gpu : callable
-        What the GPU has for drives.
-    """
-
-    root: Path = Path("/")
-    release: str = platform.release()
+    root: Path = Path("/")  # what lies at "/"
+    release: str = platform.release()  # of the kernel
+    # Whether this user may access a path, as `os.access`.
     may: Callable[[Path, int], bool] = os.access
+    # Whether this process may send any NVMe command (CAP_SYS_ADMIN).
     privileged: Callable[[], bool] = _has_privilege
+    # Bytes that this user may lock; -1: no limit.
     memlock: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    gpu: Callable[[], GpuFacts] = lambda: _look_at_gpu()
+    gpu: Callable[[], GpuFacts] = lambda: _look_at_gpu()  # what the GPU has for drives
 
     def checks(self) -> list[Check]:
         """Return names and checks, in the order of the steps; one alone if there is no drive."""

@@ -139,12 +139,6 @@ class BreadthFirstSearch:
     Holds offsets and distances, 12 bytes a vertex, in device memory until closed. Use from one
     thread at a time. Blocks while its kernel is compiled, the first time.
 
-    Parameters
-    ----------
-    graph : CsrGraph
-    neighbours : Array
-        Its lists, as `CsrGraph.neighbours` opens them; stays the caller's.
-
     Examples
     --------
     >>> import tempfile

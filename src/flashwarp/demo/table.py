@@ -285,16 +285,8 @@ def filtered_sums(
 
     Of the columns, only lines with a selected row are read. NaN counts as missing.
 
-    Parameters
-    ----------
-    key : Array
-        float32, one dimension; scanned whole.
-    columns : sequence of Array
-        At most five, like `key` in dtype, length and device.
-    minimum : float
-        Compared in float32.
-    kernel : LoadedKernel, optional
-        What `compile_query` has returned for the device. Default: compile it first.
+    `key` is float32 and scanned whole; `columns` are at most five, like it in length and device.
+    `kernel` is what `compile_query` has returned for the device.
 
     Raises
     ------

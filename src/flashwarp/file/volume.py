@@ -37,27 +37,13 @@ _REALTIME = 0x1
 
 @dataclass(frozen=True)
 class Volume:
-    """A block device with a file system.
+    """A block device with a file system."""
 
-    Attributes
-    ----------
-    name : str
-        In /sys/block, or below; such as "nvme0n1p2".
-    nbytes : int
-        Its size.
-    disk : str
-        The device that it is a partition of; itself, if it is none.
-    start : int
-        Byte of the disk at which it begins.
-    disk_nbytes : int
-        Size of the disk.
-    """
-
-    name: str
-    nbytes: int
-    disk: str
-    start: int
-    disk_nbytes: int
+    name: str  # in /sys/block, or below; such as "nvme0n1p2"
+    nbytes: int  # its size
+    disk: str  # the device that it is a partition of; itself, if it is none
+    start: int  # byte of the disk at which it begins
+    disk_nbytes: int  # size of the disk
 
     @property
     def path(self) -> str:

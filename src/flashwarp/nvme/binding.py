@@ -33,27 +33,13 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class PciController:
-    """An NVMe controller, as the kernel shows it.
+    """An NVMe controller, as the kernel shows it."""
 
-    Attributes
-    ----------
-    bdf : str
-        PCI address: domain, bus, device, function.
-    driver : str
-        Name of the driver that has it; empty: none.
-    group : str
-        Number of its IOMMU group; empty: there is no IOMMU.
-    cdev : str
-        Name of its file in /dev/vfio/devices, for iommufd; empty: the kernel makes none.
-    disks : tuple of str
-        Names of its namespaces, as block devices of the kernel.
-    """
-
-    bdf: str
-    driver: str
-    group: str
-    cdev: str
-    disks: tuple[str, ...]
+    bdf: str  # PCI address: domain, bus, device, function
+    driver: str  # name of the driver that has it; empty: none
+    group: str  # number of its IOMMU group; empty: there is no IOMMU
+    cdev: str  # name of its file in /dev/vfio/devices, for iommufd; empty: the kernel makes none
+    disks: tuple[str, ...]  # names of its namespaces, as block devices of the kernel
 
     def users(self, root: Path = Path("/")) -> list[str]:
         """Return who uses its namespaces, for people; may miss processes of other users."""

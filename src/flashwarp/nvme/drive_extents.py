@@ -25,14 +25,8 @@ class DriveExtents:
 
     Any thread may call.
 
-    Parameters
-    ----------
-    namespace : DriveNamespace
-        Whose bytes the extents count.
-    parts : sequence of NamespacePart, optional
-        In the order of the storage. Default: the storage is the namespace.
-    name : str
-        What errors call the storage.
+    `parts` are in the order of the storage; without them, the storage is the namespace. Errors call
+    it `name`.
     """
 
     def __init__(
@@ -80,16 +74,8 @@ class DriveExtents:
     def using(self, retire: Callable[[], None]) -> Iterator[Callable[[], None]]:
         """Start to use the extents, inside of the ``with``.
 
-        Parameters
-        ----------
-        retire : callable
-            Ends the use: no command is in flight, nor will be, when it returns. Called by `end`,
-            in another thread.
-
-        Yields
-        ------
-        callable
-            To be called when the use has ended by itself.
+        `retire` ends the use: no command is in flight, nor will be, when it returns. `end` calls
+        it, in another thread. Yields what is to be called when the use has ended by itself.
 
         Raises
         ------
@@ -127,15 +113,9 @@ class DriveExtents:
 
 
 class OnDrive:
-    """Mixin of storages whose bytes lie in extents of a drive's namespace.
+    """Mixin of storages whose bytes lie in extents of a drive's namespace."""
 
-    Attributes
-    ----------
-    drive_extents : DriveExtents or None
-        None: they lie elsewhere.
-    """
-
-    drive_extents: DriveExtents | None = None
+    drive_extents: DriveExtents | None = None  # none: they lie elsewhere
 
 
 def on_drive(storage: Namespace) -> DriveExtents | None:

@@ -116,20 +116,7 @@ class ControllerGroup(Controller):
 
 
 class GroupService(Service):
-    """The storages of one array, each served by a controller; stopped together.
-
-    Parameters
-    ----------
-    controllers : sequence of Controller
-        In the order of the storages.
-    storage : Striped or Replicated
-    destination : Destination
-
-    Attributes
-    ----------
-    services : list of Service
-        In the order of the storages.
-    """
+    """The storages of one array, each served by a controller; stopped together."""
 
     def __init__(
         self,

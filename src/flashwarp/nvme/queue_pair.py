@@ -133,52 +133,28 @@ class QueueCounters(NamedTuple):
 
 
 class Transfers(NamedTuple):
-    """How the commands of queue pairs move their data.
+    """How the commands of queue pairs move their data."""
 
-    Attributes
-    ----------
-    route : str
-        One of `ROUTES`.
-    mapped_base : int
-        "in_place": device address of the namespace.
-    buffer_bytes : int
-        "bounce", or `leased`: size of one slot's buffer.
-    leased : bool
-        "in_place": whether `leave_in_place` and `advance_epoch` may be called.
-    plain_reads, plain_writes : bool
-        "in_place": whether kernels read, and write, the namespace without commands.
-    parts : sequence of NamespacePart
-        "in_place": the device addresses at which kernels read the namespace without commands, if it
-        has no one address.
-    cached_reads : bool
-        "direct": whether threads of the CPU device copy what is in the page cache without commands.
-    """
-
-    route: str
-    mapped_base: int = 0
-    buffer_bytes: int = 0
-    leased: bool = False
+    route: str  # one of `ROUTES`
+    mapped_base: int = 0  # "in_place": device address of the namespace
+    buffer_bytes: int = 0  # "bounce", or `leased`: size of one slot's buffer
+    leased: bool = False  # "in_place": whether `leave_in_place` and `advance_epoch` may be called
+    # "in_place": whether kernels read, and write, the namespace without commands.
     plain_reads: bool = False
     plain_writes: bool = False
+    # "in_place": the device addresses at which kernels read the namespace without commands, if it
+    # has no one address.
     parts: Sequence[NamespacePart] = ()
+    # "direct": whether threads of the CPU device copy what is in the page cache without commands.
     cached_reads: bool = False
 
 
 class QueuePairs(NotCopied):
     """`count` queue pairs of `depth` entries, ready for a controller and for kernels.
 
-    Parameters
-    ----------
-    device : Device
-        Whose kernels submit.
-    count, depth : int
-        `depth` is a power of two, 2 to 32768.
-    transfers : Transfers
-    timeout_s : float
-        Bound of every wait of the device code.
-    drive : DriveSide, optional
-        A drive serves the pairs, once `address_for_drive` was called. Default: threads do, which
-        read doorbells in memory.
+    `depth` is a power of two, 2 to 32768. `timeout_s` limits every wait of the device code. A
+    `drive` serves the pairs once `address_for_drive` was called; without it threads do, which read
+    doorbells in memory.
     """
 
     def __init__(
@@ -282,11 +258,7 @@ class QueuePairs(NotCopied):
     ) -> None:
         """Tell kernels how the drive names blocks and memory; once, before any kernel has run.
 
-        Parameters
-        ----------
-        addressing : DriveAddressingStruct
-        extents : sequence of NamespacePart
-            Where the namespace's bytes lie on the drive. Default: where they count.
+        `extents` say where the namespace's bytes lie on the drive; without them, where they count.
         """
         if extents:
             table = NamespacePart.table(extents)
@@ -384,14 +356,8 @@ class QueuePairs(NotCopied):
 class QueueTable:
     """The queue pairs of several controllers as one table, for one volume.
 
-    Parameters
-    ----------
-    device : Device
-        Where the table lies.
-    members : sequence of QueuePairs
-        Of each controller, in the order of the namespaces. Their controllers close them.
-    fields : dict
-        Fields of the volume that say how its lines lie on the namespaces.
+    `members` are those of each controller, in the order of the namespaces; their controllers close
+    them. `fields` of the volume say how its lines lie on the namespaces.
     """
 
     def __init__(

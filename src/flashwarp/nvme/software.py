@@ -231,19 +231,8 @@ def register(storage: Storage, device: Device) -> Iterator[Registration]:
 class SoftwareService(Service):
     """A storage that threads of this process serve for one array.
 
-    Parameters
-    ----------
-    storage : Storage
-    destination : Destination
-    settings : SoftwareController
-
-    Attributes
-    ----------
-    threads : int
-        Serving threads.
-    changes : int
-        How often a file that was read in place may have changed since it was attached: what the
-        cache holds of it may be old.
+    `changes` counts how often a file that was read in place may have changed since it was attached:
+    what the cache holds of it may be old.
 
     Notes
     -----

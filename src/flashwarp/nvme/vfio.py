@@ -302,16 +302,7 @@ os.register_at_fork(after_in_child=_open.clear)
 
 
 class VfioService(Service):
-    """Queue pairs in a drive for one array.
-
-    Parameters
-    ----------
-    storage : Namespace
-    extents : DriveExtents
-        Where it lies on the drive.
-    destination : Destination
-    controller : VfioController
-    """
+    """Queue pairs in a drive for one array."""
 
     route = "direct"
     reason = "the drive moves data into the frames itself, which are mapped for it"

@@ -16,12 +16,7 @@ __all__ = ["processes_with", "users_of"]
 def users_of(disk: str, root: Path = Path("/")) -> list[str]:
     """Return who uses a block device such as "nvme0n1", or a part of it, for people.
 
-    Parameters
-    ----------
-    disk : str
-        Its name in /sys/block.
-    root : Path
-        What lies at "/" on the machine.
+    `root` is what lies at "/" on the machine.
     """
     block = root / "sys/block" / disk
     parts = [disk, *(each for each in _names(block) if each.startswith(disk))]

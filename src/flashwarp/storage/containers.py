@@ -71,17 +71,8 @@ def refuse_container(
 ) -> None:
     """Raise FileFormatError when a file is no raw numbers.
 
-    Parameters
-    ----------
-    path : str
-        For the message.
-    head : bytes
-        Its first `HEAD_BYTES`, or all of it.
-    nbytes : int
-        Its size.
-    dtype : dtype, optional
-        What the caller reads it as. Text is refused only for numbers of several bytes; for other
-        dtypes text may be the data.
+    `head` has the first `HEAD_BYTES` of the file, or all of it. Text is refused only if `dtype` is
+    one of numbers of several bytes; for other dtypes text may be the data.
     """
     found = _container(head, nbytes)
     if found is None and dtype is not None and _is_text(head, dtype):

@@ -240,14 +240,8 @@ class Draft:
     If `publish` was not called, the end of the ``with`` statement removes it. Until then the file
     that it replaces is locked. The new file gets its owner and permissions.
 
-    Parameters
-    ----------
-    target : str
-        Its final name, as `check_new` returns it.
-    overwrite : bool
-        Whether something may lie there.
-    lock : bool
-        Whether a writer of the old file is a reason to refuse.
+    `target` is the final name, as `check_new` returns it. With `lock`, a writer of the old file is
+    a reason to refuse.
     """
 
     def __init__(self, target: str, overwrite: bool, lock: bool) -> None:

@@ -59,12 +59,8 @@ _MD_OLD_UNIT = 64 << 10
 def found_in(head: bytes, tail: bytes, nbytes: int) -> list[str]:
     """Return what a drive of `nbytes` bytes carries, for people; empty if nothing is known.
 
-    Parameters
-    ----------
-    head, tail : bytes
-        Its first `HEAD_BYTES` and last `TAIL_BYTES`, or all of it if it is smaller.
-    nbytes : int
-        Its size.
+    `head` and `tail` are its first `HEAD_BYTES` and last `TAIL_BYTES`, or all of it if it is
+    smaller.
     """
     found = []
     for mark in _MARKS:

@@ -62,16 +62,8 @@ def rank_error(what: str, outcome: Outcome) -> RankError:
 class Group(Records):
     """The ranks of one folder, seen from one of them.
 
-    Parameters
-    ----------
-    path : path-like
-        The folder that all ranks share.
-    rank, ranks : int
-        This process's rank, whose lock it holds, and how many there are.
-    timeout_s : float
-        How long a rank waits for the votes of others after its own.
-    writable : bool
-        Whether this process votes. A reader only looks.
+    `timeout_s` limits how long a rank waits for the votes of others after its own. A process that
+    is not `writable` does not vote, it only looks.
     """
 
     def __init__(

@@ -94,19 +94,7 @@ class _Prepared:
 
 
 class GroupCommits:
-    """The jobs of the thread that commits versions together with other ranks.
-
-    Parameters
-    ----------
-    core : Core
-        The checkpointer's state.
-    directory : Directory
-        Storage.
-    group : Agreement
-        The ranks.
-    remote : Catalog or None
-        The second store.
-    """
+    """The jobs of the thread that commits versions together with other ranks."""
 
     def __init__(self, core: Core, directory: Any, group: Agreement, remote: Any = None) -> None:
         self._core = core

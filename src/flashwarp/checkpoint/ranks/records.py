@@ -19,15 +19,7 @@ _COMPLETE = re.compile(r"[0-9]{19}")
 
 
 class Records:
-    """Records of complete versions in a folder.
-
-    Parameters
-    ----------
-    path : Path
-        The folder of the versions.
-    ranks : int
-        How many ranks write a version.
-    """
+    """Records of complete versions in a folder."""
 
     def __init__(self, path: Path, ranks: int) -> None:
         self._path = path

@@ -19,15 +19,7 @@ __all__ = ["Sessions", "read_json", "write_json"]
 
 
 class Sessions:
-    """Sessions of the ranks of one folder.
-
-    Parameters
-    ----------
-    path : Path
-        The folder.
-    rank, ranks : int
-        This process's rank, and how many there are.
-    """
+    """Sessions of the ranks of one folder."""
 
     def __init__(self, path: Path, rank: int, ranks: int) -> None:
         self._path = path

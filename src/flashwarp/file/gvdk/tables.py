@@ -115,17 +115,7 @@ class _State:
 
 
 class Tables:
-    """All tables of a sparse image.
-
-    Parameters
-    ----------
-    disk : Disk
-    header : Header
-        Its newest.
-    sealer : Sealer
-    path : str
-        For errors.
-    """
+    """All tables of a sparse image."""
 
     def __init__(self, disk: Disk, header: Header, sealer: Sealer, path: str) -> None:
         self._disk = disk

@@ -77,15 +77,8 @@ class _Saved:
 class ActivationStore:
     """Saved storages of one device.
 
-    Parameters
-    ----------
-    device : Device
-    folder : str
-        Of the file.
-    host : int
-        Most bytes of pinned memory.
-    threads : int
-        How many write, and how many read.
+    `folder` is that of the file, `host` the most bytes of pinned memory; so many `threads` write,
+    and as many read.
     """
 
     def __init__(self, device: Device, folder: str, host: int, threads: int) -> None:

@@ -20,15 +20,10 @@ __all__ = ["Kept", "Part", "capture_of", "look_up_bags", "look_up_rows"]
 
 
 class Kept(tuple[torch.Tensor, torch.Tensor]):
-    """What a backward has left: ids, and the gradients of their rows.
+    """What a backward has left: ids, and the gradients of their rows."""
 
-    Attributes
-    ----------
-    capture : int or None
-        The capture of a CUDA graph of which the backward is part: only its replays store to the
-        tensors.
-    """
-
+    # The capture of a CUDA graph of which the backward is part: only its replays store to the
+    # tensors.
     capture: int | None
 
     def __new__(cls, ids: torch.Tensor, gradients: torch.Tensor, device: Device) -> Kept:
@@ -162,15 +157,8 @@ class _Bags(torch.autograd.Function):  # type: ignore[misc]
 class _BagsOfTable:
     """The ids of one table, and the bag of each.
 
-    Parameters
-    ----------
-    ids : torch.Tensor
-    bag : torch.Tensor
-        The number of each id's bag.
-    weights : torch.Tensor or None
-        A factor for each id.
-    inside : torch.Tensor or None
-        Whether an id is in its bag: it may come before the first, or behind the last offset.
+    `inside` says which ids are in their bag: some may come before the first offset, or behind the
+    last.
     """
 
     def __init__(

@@ -58,21 +58,8 @@ _lookups: weakref.WeakValueDictionary[str, TensorLookup] = weakref.WeakValueDict
 class TensorLookup:
     """Lookups with tensors, in one table or in several.
 
-    Parameters
-    ----------
-    tables : sequence of Table
-    dtype : torch.dtype
-        Of the result.
-    pooling : Pooling
-    last_offset : bool
-        Whether offsets have one more, the end of the last bag.
-    keep : callable, optional
-        Takes the ids and the gradients of rows.
-
-    Attributes
-    ----------
-    handle : str
-        Stands for it among the arguments of operators.
+    With `last_offset`, offsets have one more, the end of the last bag. `keep` takes the ids and the
+    gradients of rows. `handle` stands for the lookups among the arguments of operators.
     """
 
     def __init__(

@@ -51,12 +51,8 @@ class Scaling:
     ) -> Scales:
         """Return the scales of a table as lookups take them.
 
-        Parameters
-        ----------
-        scales : Array or torch.Tensor
-            A contiguous tensor, which must outlive the lookups.
-        array : Array
-            Of the table, which has so many `rows` of `dim` weights, `stored` as these numbers.
+        A tensor must be contiguous, and outlive the lookups. `array` is that of the table, which
+        has so many `rows` of `dim` weights, `stored` as these numbers.
         """
         if isinstance(scales, Array):
             dtype: torch.dtype = torch_dtype(torch, scales.dtype)

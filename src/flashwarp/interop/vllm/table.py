@@ -33,18 +33,8 @@ def table_class(
 ) -> type:
     """Return a subclass of vLLM's abstract class, whose tables lie in a checkpoint.
 
-    Parameters
-    ----------
-    base : type
-        vLLM's ``Qwen4ExpPLEEmbedding``.
-    files : str
-        The checkpoint, as for `flashwarp.torch.offload`.
-    host_memory, gpu_memory : int or str
-        Limits of memory of each table.
-    device : str, optional
-        Default: the GPU that is torch's current one.
-    left : Left, optional
-        Takes the tensors that vLLM's loader need not read.
+    `base` is vLLM's ``Qwen4ExpPLEEmbedding``. `files` and the limits of each table's memory are as
+    for `flashwarp.torch.offload`; `left` takes the tensors that vLLM's loader need not read.
     """
 
     class FlashwarpPLEEmbedding(base):  # type: ignore[misc]

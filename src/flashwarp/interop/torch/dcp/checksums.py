@@ -55,17 +55,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Checksums:
-    """What a file of checksums says.
+    """What a file of checksums says."""
 
-    Attributes
-    ----------
-    metadata : Item
-        The whole metadata file.
-    files : dict of str to list of Item
-        The items of each data file, ascending and without gaps, from byte 0 to its end.
-    """
-
-    metadata: Item
+    metadata: Item  # the whole metadata file
+    # The items of each data file, ascending and without gaps, from byte 0 to its end.
     files: dict[str, list[Item]]
 
 

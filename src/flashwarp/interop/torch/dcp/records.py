@@ -24,22 +24,13 @@ _DATA = "data/0"
 
 @dataclass
 class Record:
-    """The bytes of an item: before the data, the data, and behind it.
+    """The bytes of an item: before the data, the data, and behind it."""
 
-    Attributes
-    ----------
-    head, tail : bytes
-        Before the data, and behind it.
-    data_bytes : int
-        How long the data is.
-    data : callable
-        Returns the data; may copy it from a GPU.
-    """
-
+    # Before the data, and behind it.
     head: bytes
     tail: bytes
-    data_bytes: int
-    data: Callable[[], memoryview]
+    data_bytes: int  # how long the data is
+    data: Callable[[], memoryview]  # returns the data; may copy it from a GPU
 
     @property
     def nbytes(self) -> int:
