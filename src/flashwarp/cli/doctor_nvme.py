@@ -25,6 +25,7 @@ from flashwarp.errors import DeviceError, FlashwarpError
 from flashwarp.nvme import binding, gpu_mapping
 from flashwarp.nvme.binding import PciController
 from flashwarp.probe.text import binary
+from flashwarp.storage.block_users import text_of
 
 __all__ = ["Machine"]
 
@@ -165,8 +166,8 @@ class Machine:
         count = len(list(groups.iterdir())) if groups.is_dir() else 0
         if count:
             return Finding("ok", f"{count} groups", values={"groups": count})
-        command_line = _text(self._here("/proc/cmdline"))
-        is_amd = "AuthenticAMD" in _text(self._here("/proc/cpuinfo"))
+        command_line = text_of(self._here("/proc/cmdline"))
+        is_amd = "AuthenticAMD" in text_of(self._here("/proc/cpuinfo"))
         argument = "amd_iommu=on" if is_amd else "intel_iommu=on"
         firmware = "AMD-Vi (IOMMU)" if is_amd else "VT-d"
         if argument in command_line or (is_amd and "amd_iommu=off" not in command_line):
@@ -215,7 +216,7 @@ class Machine:
         return sorted(
             each.name
             for each in devices.iterdir()
-            if each.name != drive.bdf and not _text(each / "class").startswith("0x0604")
+            if each.name != drive.bdf and not text_of(each / "class").startswith("0x0604")
         )
 
     def _check_permission(self) -> Finding:
@@ -274,7 +275,7 @@ class Machine:
         facts = self._gpu_facts
         if facts.error:
             return Finding("missing", facts.error)
-        options = _text(self._here("/proc/driver/nvidia/params"))
+        options = text_of(self._here("/proc/driver/nvidia/params"))
         if self.privileged() or "PeerMappingOverride=1" in options:
             return Finding("ok", "the driver takes I/O memory from this user; tried with a drive")
         return Finding(
@@ -354,10 +355,3 @@ def _try_export(device: CudaDevice) -> GpuFacts:
                 return GpuFacts(mapping_errno=_native.try_iommufd(file, _TRIAL_BYTES))
         except DeviceError as error:
             return GpuFacts(export_refusal=str(error))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

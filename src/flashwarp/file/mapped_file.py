@@ -26,6 +26,7 @@ from flashwarp.nvme.drive_extents import DriveExtents, OnDrive
 from flashwarp.nvme.drive_namespace import DriveNamespace
 from flashwarp.nvme.queue_pair import NamespacePart
 from flashwarp.storage import BlockDevice, Passthrough, Storage, files
+from flashwarp.storage.block_users import text_of
 from flashwarp.storage.lease import Lease
 
 __all__ = ["MappedFile"]
@@ -291,7 +292,7 @@ def _check_same_drive(namespace: DriveNamespace, used: BlockMap) -> None:
     facts = namespace.drive.identity()
     mine = (str(facts["serial"]), str(facts["subsystem"]), str(namespace.nsid))
     block = Path("/sys/block", used.volume.disk)
-    kernels = tuple(_text(block / name) for name in ("device/serial", "device/subsysnqn", "nsid"))
+    kernels = tuple(text_of(block / name) for name in ("device/serial", "device/subsysnqn", "nsid"))
     if mine != kernels:
         names = ("serial number", "NVM subsystem", "namespace")
         differ = [
@@ -303,10 +304,3 @@ def _check_same_drive(namespace: DriveNamespace, used: BlockMap) -> None:
             f"{namespace!r} is not {used.volume.disk}, on which {used.path} lies: "
             f"{'; '.join(differ)}"
         )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashwarp.errors import PathError
+from flashwarp.storage.block_users import names_in, text_of
 
 __all__ = ["Volume", "check_file_system"]
 
@@ -85,8 +86,8 @@ class Volume:
 
     def check_plain(self, path: str, root: Path = Path("/")) -> None:
         """Raise PathError if the disk is made of others: its bytes have other places on these."""
-        parts = sorted(_names(root / "sys/block" / self.disk / "slaves"))
-        kind = _text(root / "sys/block" / self.disk / "dm/name")
+        parts = sorted(names_in(root / "sys/block" / self.disk / "slaves"))
+        kind = text_of(root / "sys/block" / self.disk / "dm/name")
         if parts or kind or self.disk.startswith("md"):
             of = f" of {', '.join(parts)}" if parts else ""
             raise PathError(
@@ -128,11 +129,11 @@ def check_file_system(descriptor: int, path: str) -> str:
 
 def _mount_of(descriptor: int) -> tuple[str, list[str]]:
     """Return file system and options of the mount that an open file was found through."""
-    facts = _text(Path(f"/proc/self/fdinfo/{descriptor}")).split()
+    facts = text_of(Path(f"/proc/self/fdinfo/{descriptor}")).split()
     if "mnt_id:" not in facts:
         return "", []
     mount = facts[facts.index("mnt_id:") + 1]
-    for line in _text(Path("/proc/self/mountinfo")).splitlines():
+    for line in text_of(Path("/proc/self/mountinfo")).splitlines():
         # "36 35 259:1 / /mount/point rw,noatime shared:1 - ext4 /dev/nvme0n1p1 rw,data=journal"
         before, _, after = line.partition(" - ")
         if before.split()[:1] == [mount]:
@@ -162,18 +163,4 @@ def _node(name: str) -> str:
 
 
 def _number(path: Path) -> int:
-    return int(_text(path) or 0)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return [each.name for each in folder.iterdir()]
-    except OSError:
-        return []
+    return int(text_of(path) or 0)

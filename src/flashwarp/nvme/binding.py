@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashwarp.errors import ArgumentError, FlashwarpError, LockedError, PathError
-from flashwarp.storage.block_users import processes_with, users_of
+from flashwarp.storage.block_users import names_in, processes_with, text_of, users_of
 
 __all__ = ["PciController", "bind", "controllers", "find", "unbind"]
 
@@ -53,7 +53,7 @@ def controllers(root: Path = Path("/")) -> list[PciController]:
         found = sorted(each.name for each in folder.iterdir())
     except OSError:
         return []
-    return [_look(name, root) for name in found if _text(folder / name / "class") == _CLASS]
+    return [_look(name, root) for name in found if text_of(folder / name / "class") == _CLASS]
 
 
 def find(bdf: str, root: Path = Path("/")) -> PciController:
@@ -69,7 +69,7 @@ def find(bdf: str, root: Path = Path("/")) -> PciController:
     device = root / "sys/bus/pci/devices" / name
     if not device.exists():
         raise ArgumentError(f"there is no PCI device {name}{_existing(root)}")
-    kind = _text(device / "class")
+    kind = text_of(device / "class")
     if kind != _CLASS:
         raise ArgumentError(
             f"{name} is no NVMe controller: its class is {kind}, not {_CLASS}{_existing(root)}"
@@ -148,10 +148,10 @@ def _look(bdf: str, root: Path) -> PciController:
         bdf,
         _link(device / "driver"),
         _link(device / "iommu_group"),
-        next(iter(_names(device / "vfio-dev")), ""),
+        next(iter(names_in(device / "vfio-dev")), ""),
         tuple(
             name
-            for controller in _names(device / "nvme")
+            for controller in names_in(device / "nvme")
             for name in _disks_of(device / "nvme" / controller)
         ),
     )
@@ -160,7 +160,7 @@ def _look(bdf: str, root: Path) -> PciController:
 def _disks_of(controller: Path) -> list[str]:
     # With the kernel's multipath, the namespaces lie below the subsystem: nvme0c1n1 here, and
     # nvme0n1 is what people mount.
-    found = [re.sub(r"c\d+n", "n", name) for name in _names(controller) if "n" in name[4:]]
+    found = [re.sub(r"c\d+n", "n", name) for name in names_in(controller) if "n" in name[4:]]
     return sorted({name for name in found if re.fullmatch(r"nvme\d+n\d+", name)})
 
 
@@ -202,23 +202,6 @@ def _refuse_used(controller: PciController, root: Path) -> None:
             f"{controller.bdf} is in use: {'; '.join(users)}",
             controller.disks[0],
         )
-
-
-# Small files.
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(each.name for each in folder.iterdir())
-    except OSError:
-        return []
 
 
 def _link(path: Path) -> str:

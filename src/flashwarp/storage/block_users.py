@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["processes_with", "users_of"]
+__all__ = ["names_in", "processes_with", "text_of", "users_of"]
 
 
 def users_of(disk: str, root: Path = Path("/")) -> list[str]:
@@ -19,7 +19,7 @@ def users_of(disk: str, root: Path = Path("/")) -> list[str]:
     `root` is what lies at "/" on the machine.
     """
     block = root / "sys/block" / disk
-    parts = [disk, *(each for each in _names(block) if each.startswith(disk))]
+    parts = [disk, *(each for each in names_in(block) if each.startswith(disk))]
     found = [user for part in parts for user in _users_of_part(part, disk, root)]
     if not found:
         found = [
@@ -36,12 +36,12 @@ def users_of(disk: str, root: Path = Path("/")) -> list[str]:
 
 def _users_of_part(part: str, disk: str, root: Path) -> Iterator[str]:
     folder = root / "sys/block" / disk / ("" if part == disk else part)
-    number = _text(folder / "dev")
+    number = text_of(folder / "dev")
     for mounted in _mounts(number, root):
         yield f"/dev/{part} is mounted on {mounted} (sudo umount {mounted})"
-    for holder in _names(folder / "holders"):
+    for holder in names_in(folder / "holders"):
         yield f"/dev/{part} is part of /dev/{holder} (lsblk /dev/{holder})"
-    swaps = _text(root / "proc/swaps").splitlines()[1:]
+    swaps = text_of(root / "proc/swaps").splitlines()[1:]
     if any(line.split()[:1] == [f"/dev/{part}"] for line in swaps):
         yield f"/dev/{part} is swap space (sudo swapoff /dev/{part})"
 
@@ -56,7 +56,7 @@ def _is_claimed(device: Path) -> bool:
 
 
 def _mounts(number: str, root: Path) -> Iterator[str]:
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in text_of(root / "proc/self/mountinfo").splitlines():
         # "36 35 259:1 / /mount/point rw,noatime - ext4 /dev/nvme0n1p1 rw"
         fields = line.split()
         if len(fields) > 4 and number and fields[2] == number:
@@ -65,11 +65,11 @@ def _mounts(number: str, root: Path) -> Iterator[str]:
 
 def processes_with(root: Path, fits: Callable[[str], bool]) -> Iterator[int]:
     """Yield the processes that have a file open whose name fits, as far as this user may look."""
-    for name in _names(root / "proc"):
+    for name in names_in(root / "proc"):
         if not name.isdigit():
             continue
         folder = root / "proc" / name / "fd"
-        for descriptor in _names(folder):
+        for descriptor in names_in(folder):
             try:
                 target = os.readlink(folder / descriptor)
             except OSError:  # closed meanwhile
@@ -79,14 +79,19 @@ def processes_with(root: Path, fits: Callable[[str], bool]) -> Iterator[int]:
                 break
 
 
-def _text(path: Path) -> str:
+# Facts of the kernel, which may be gone, or hidden from this user.
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a small file; empty if there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 
 
-def _names(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
+    """Return what a folder has, in order; nothing if there is none."""
     try:
         return sorted(each.name for each in folder.iterdir())
     except OSError:
