@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,17 @@ from flashwarp.checkpoint.ranks.sessions import Sessions
 from flashwarp.errors import CheckpointError, RankError
 from flashwarp.storage import files
 
-__all__ = ["PREPARED", "PUBLISHED", "Attempt", "Group", "Outcome", "rank_error"]
+__all__ = [
+    "LOOK_S",
+    "PREPARED",
+    "PUBLISHED",
+    "Agreement",
+    "Attempt",
+    "FileAttempt",
+    "Group",
+    "Outcome",
+    "rank_error",
+]
 
 PREPARED, PUBLISHED = "prepared", "published"
 
@@ -32,7 +43,9 @@ _ROUNDS_MAX = 9999
 _OTHERS_SETTLE_S = 1.0
 """Rank 0 settles what all have voted for; after this time any rank does."""
 
-_LOOK_S = 0.25
+LOOK_S = 0.25
+"""How often a rank looks at the votes of others."""
+
 _REASON_BYTES_MAX = 1000
 
 # VERSION.ROUND.STEP.RANK.SESSION and VERSION.ROUND.STEP.settled. What is complete has a folder of
@@ -59,19 +72,97 @@ def rank_error(what: str, outcome: Outcome) -> RankError:
     )
 
 
-class Group(Records):
-    """The ranks of one folder, seen from one of them.
+class Attempt(ABC):
+    """One round of one version, seen from one rank, wherever its votes are."""
 
-    `timeout_s` limits how long a rank waits for the votes of others after its own. A process that
-    is not `writable` does not vote, it only looks.
+    def __init__(self, rank: int, name: str, version: int, number: int) -> None:
+        self._rank = rank
+        self._name = name
+        self.what = f"version {version} of {name!r}"
+        self.version = version
+        self.number = number
+        self._clock = Waited()
+        self._looked = -LOOK_S
+        self.missing: list[int] = []
+        """Ranks that had not voted at the last look."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the last vote of this rank."""
+        return self._clock.look()
+
+    @abstractmethod
+    def vote(self, step: str) -> None:
+        """Vote for a step."""
+
+    @abstractmethod
+    def outcome(self, step: str) -> Outcome | None:
+        """Return what was settled, after settling it if that is possible now; None: wait on."""
+
+    @abstractmethod
+    def settled(self, step: str) -> Outcome | None:
+        """Return what was settled; None if nothing was."""
+
+    @abstractmethod
+    def settle(self, step: str, outcome: Outcome) -> Outcome:
+        """Settle a step, unless another process has; return what is settled."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Remove the votes of this rank."""
+
+    def fail(self, reason: str) -> None:
+        """Let all ranks know that this one cannot write the version."""
+        outcome = Outcome(False, self._rank, reason)
+        if self.settle(PREPARED, outcome).ok:
+            self.settle(PUBLISHED, outcome)
+        self.end()
+
+    def check(self) -> None:
+        """Raise RankError if another rank has failed; looks four times a second at most."""
+        waited = self._clock.look()
+        if waited - self._looked >= LOOK_S:
+            self._looked = waited
+            found = self.settled(PREPARED)
+            if found is not None and not found.ok:
+                raise rank_error(self.what, found)
+
+
+class Agreement(Records, ABC):
+    """The ranks, seen from one of them, wherever their votes are.
+
+    `timeout_s` limits how long a rank waits for the votes of others after its own.
     """
+
+    def __init__(self, path: Path, rank: int, ranks: int, timeout_s: float) -> None:
+        super().__init__(path, ranks)
+        self.rank = rank
+        self.timeout_s = timeout_s
+
+    @abstractmethod
+    def begin(self, name: str, version: int) -> Attempt:
+        """Begin a round for a version: the first that is not settled."""
+
+    @abstractmethod
+    def failures(self, name: str) -> dict[int, Outcome]:
+        """Return versions that another rank has given up, each round once."""
+
+    @abstractmethod
+    def complete(self, name: str) -> set[int]:
+        """Return the versions that all ranks have published."""
+
+    @abstractmethod
+    def others(self, name: str, version: int) -> Iterable[int]:
+        """Return the other ranks whose parts of a version are in this folder."""
+
+
+class Group(Agreement):
+    """The ranks of one folder. A process that is not `writable` does not vote, it only looks."""
 
     def __init__(
         self, path: Path, rank: int, ranks: int, timeout_s: float, *, writable: bool = True
     ) -> None:
-        super().__init__(path, ranks)
-        self.rank = rank
-        self.timeout_s = timeout_s
+        super().__init__(path, rank, ranks, timeout_s)
         self.sessions = Sessions(path, rank, ranks)
         self._reported: dict[str, set[str]] = {}
         if writable:
@@ -86,7 +177,7 @@ class Group(Records):
         """Return the other ranks whose parts of a version are in this folder."""
         return (rank for rank in range(self.ranks_of(name, version)) if rank != self.rank)
 
-    def begin(self, name: str, version: int) -> Attempt:
+    def begin(self, name: str, version: int) -> FileAttempt:
         """Begin a round for a version: the first that is not settled."""
         folder = self.make_folder(name)
         self.forget(name, version)
@@ -94,16 +185,17 @@ class Group(Records):
         for each in listed(folder):
             match = _SETTLED.fullmatch(each)
             if match and int(match[1]) == version:
-                attempt = Attempt(self, name, version, int(match[2]))
+                attempt = FileAttempt(self, name, version, int(match[2]))
                 # Agreed by all, and this process has no part in it: its forerunner had.
-                if attempt.settled(PREPARED, Outcome(False)).ok:
+                prepared = attempt.settled(PREPARED)
+                if prepared is not None and prepared.ok:
                     attempt.settle(PUBLISHED, Outcome(False, self.rank, "was started again"))
                 number = max(number, attempt.number + 1)
         if number > _ROUNDS_MAX:
             raise CheckpointError(
                 f"version {version} of {name!r} has failed {number} times: discard it"
             )
-        return Attempt(self, name, version, number)
+        return FileAttempt(self, name, version, number)
 
     def failures(self, name: str) -> dict[int, Outcome]:
         """Return versions that another rank has given up, each round once."""
@@ -131,26 +223,14 @@ class Group(Records):
                     _remove(folder / each)
 
 
-class Attempt:
-    """One round of one version, seen from one rank."""
+class FileAttempt(Attempt):
+    """A round whose votes are files."""
 
     def __init__(self, group: Group, name: str, version: int, number: int) -> None:
+        super().__init__(group.rank, name, version, number)
         self._group = group
         self._folder = group.folder(name)
-        self._name = name
-        self.what = f"version {version} of {name!r}"
-        self.version = version
-        self.number = number
         self._stem = f"{version:019d}.{number:04d}"
-        self._clock = Waited()
-        self._looked = -_LOOK_S
-        self.missing: list[int] = []
-        """Ranks that had not voted at the last look."""
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds since the last vote of this rank."""
-        return self._clock.look()
 
     def vote(self, step: str) -> None:
         """Vote for a step; raises PathError."""
@@ -159,19 +239,19 @@ class Attempt:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
         except OSError as error:
             raise files.write_error(error, str(path)) from error
-        self._clock, self._looked = Waited(), -_LOOK_S
+        self._clock, self._looked = Waited(), -LOOK_S
 
     def outcome(self, step: str) -> Outcome | None:
         """Return what was settled, after settling it if that is possible now; None: wait on."""
         waited = self._clock.look()
         found = listed(self._folder)
         if f"{self._stem}.{step}.settled" in found:
-            return self.settled(step, Outcome(False, self._group.rank, "lost its record"))
+            return self.settled(step) or Outcome(False, self._rank, "lost its record")
         votes = self._votes(found, step)
         self.missing = [rank for rank in range(self._group.ranks) if rank not in votes]
-        if not self.missing and self._group.rank and waited < _OTHERS_SETTLE_S:
+        if not self.missing and self._rank and waited < _OTHERS_SETTLE_S:
             return None
-        if self.missing and waited - self._looked < _LOOK_S:
+        if self.missing and waited - self._looked < LOOK_S:
             return None
         self._looked = waited
         return self._decide(step, found, waited)
@@ -206,31 +286,15 @@ class Attempt:
 
     def settle(self, step: str, outcome: Outcome) -> Outcome:
         """Settle a step, unless another process has; return what is settled."""
-        record = _Record(outcome, self._group.rank, self._group.sessions.own)
+        record = _Record(outcome, self._rank, self._group.sessions.own)
         if record.make(self._folder / f"{self._stem}.{step}.settled"):
             return outcome
-        return self.settled(step, outcome)
+        return self.settled(step) or outcome
 
-    def settled(self, step: str, otherwise: Outcome) -> Outcome:
-        """Return what was settled; `otherwise` if nothing was."""
+    def settled(self, step: str) -> Outcome | None:
+        """Return what was settled; None if nothing was."""
         found = _Record.read(self._folder / f"{self._stem}.{step}.settled")
-        return otherwise if found is None else found.outcome
-
-    def fail(self, reason: str) -> None:
-        """Let all ranks know that this one cannot write the version."""
-        outcome = Outcome(False, self._group.rank, reason)
-        if self.settle(PREPARED, outcome).ok:
-            self.settle(PUBLISHED, outcome)
-        self.end()
-
-    def check(self) -> None:
-        """Raise RankError if another rank has failed; looks four times a second at most."""
-        waited = self._clock.look()
-        if waited - self._looked >= _LOOK_S:
-            self._looked = waited
-            found = self.settled(PREPARED, Outcome(True))
-            if not found.ok:
-                raise rank_error(self.what, found)
+        return None if found is None else found.outcome
 
     def end(self) -> None:
         """Remove the votes of this rank; the last one of a complete version, what was settled."""
@@ -248,7 +312,7 @@ class Attempt:
         return {int(match[4]): match[5] for match in matches if match}
 
     def _vote_name(self, step: str) -> str:
-        return f"{self._stem}.{step}.{self._group.rank:05d}.{self._group.sessions.own}"
+        return f"{self._stem}.{step}.{self._rank:05d}.{self._group.sessions.own}"
 
 
 @dataclass(frozen=True)

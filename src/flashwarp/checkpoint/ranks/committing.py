@@ -7,15 +7,17 @@ for versions that other ranks have given up, whatever this rank is doing with th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.ranks.agreement import (
     PREPARED,
     PUBLISHED,
+    Agreement,
+    Attempt,
     Outcome,
     rank_error,
 )
@@ -23,7 +25,7 @@ from flashwarp.checkpoint.tier import Entry
 from flashwarp.checkpoint.workers import Crew
 from flashwarp.errors import DamagedVersionError, FlashwarpError, MissingVersionError
 
-__all__ = ["Agreement", "Attempt", "Ended", "GroupCommits"]
+__all__ = ["Ended", "GroupCommits"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,53 +37,6 @@ _POLL_SHARE, _POLL_S_MIN, _POLL_S_MAX = 0.05, 0.005, 0.25
 
 Ended = Callable[[bool, BaseException | None], None]
 """Takes the end of a write: whether the version is stored, and what it has failed with."""
-
-
-class Attempt(Protocol):
-    """One round of one version; `agreement.Attempt` is one."""
-
-    missing: list[int]
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds since the last vote of this rank."""
-
-    def vote(self, step: str) -> None:
-        """Vote for a step."""
-
-    def outcome(self, step: str) -> Outcome | None:
-        """Return what was settled, after settling it if that is possible now; None: wait on."""
-
-    def fail(self, reason: str) -> None:
-        """Let all ranks know that this one cannot write the version."""
-
-    def check(self) -> None:
-        """Raise RankError if another rank has failed."""
-
-    def end(self) -> None:
-        """Remove the votes of this rank."""
-
-
-class Agreement(Protocol):
-    """The ranks, seen from one of them; `agreement.Group` is one."""
-
-    rank: int
-    ranks: int
-
-    def begin(self, name: str, version: int) -> Attempt:
-        """Begin a round for a version."""
-
-    def failures(self, name: str) -> dict[int, Outcome]:
-        """Return versions that another rank has given up, each round once."""
-
-    def complete(self, name: str) -> set[int]:
-        """Return the versions that all ranks have published."""
-
-    def others(self, name: str, version: int) -> Iterable[int]:
-        """Return the other ranks whose parts of a version are in this folder."""
-
-    def forget(self, name: str, version: int) -> None:
-        """Remove the record that a version is complete."""
 
 
 @dataclass

@@ -19,13 +19,11 @@ import torch.distributed as dist
 from flashwarp import endings
 from flashwarp._waiting import Waited
 from flashwarp.checkpoint.directory import Directory
-from flashwarp.checkpoint.ranks.agreement import PREPARED, PUBLISHED, Outcome, rank_error
-from flashwarp.checkpoint.ranks.records import Records
+from flashwarp.checkpoint.ranks.agreement import PREPARED, PUBLISHED, Agreement, Attempt, Outcome
 from flashwarp.errors import ArgumentError, CheckpointError, RankError
 
 __all__ = ["StoreVotes"]
 
-_LOOK_S = 0.25
 _JOIN_POLL_S = 0.02
 _ROUNDS_MAX = 9999
 _REASON_CHARS_MAX = 1000
@@ -84,15 +82,13 @@ class StoreVotes:
         return StoreGroup(self._store, directory, rank, ranks, timeout_s)
 
 
-class StoreGroup(Records):
-    """The ranks of one store, seen from one of them."""
+class StoreGroup(Agreement):
+    """The ranks of one store."""
 
     def __init__(
         self, store: Any, directory: Directory, rank: int, ranks: int, timeout_s: float
     ) -> None:
-        super().__init__(Path(directory.path), ranks)
-        self.rank = rank
-        self.timeout_s = timeout_s
+        super().__init__(Path(directory.path), rank, ranks, timeout_s)
         self._store = store
         self._lock = endings.Lock()
         self._read: dict[str, int] = {}
@@ -220,28 +216,16 @@ class StoreGroup(Records):
             raise CheckpointError(f"the store of the ranks failed: {error}") from error
 
 
-class StoreAttempt:
-    """One round of one version, seen from one rank."""
+class StoreAttempt(Attempt):
+    """A round whose votes are keys of the store."""
 
     def __init__(self, group: StoreGroup, name: str, version: int, number: int) -> None:
+        super().__init__(group.rank, name, version, number)
         self._group = group
-        self._name = name
-        self.version = version
-        self.number = number
-        self.what = f"version {version} of {name!r}"
-        self.missing: list[int] = []
-        """Ranks that had not voted at the last look."""
-        self._clock = Waited()
-        self._looked = -_LOOK_S
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds since the last vote of this rank."""
-        return self._clock.look()
 
     def vote(self, step: str) -> None:
         """Vote for a step."""
-        self._group.set(self._vote(step, self._group.rank), "1")
+        self._group.set(self._vote(step, self._rank), "1")
         self._clock = Waited()
 
     def outcome(self, step: str) -> Outcome | None:
@@ -276,7 +260,7 @@ class StoreAttempt:
     def settle(self, step: str, outcome: Outcome) -> Outcome:
         """Settle a step, unless another process has; return what is settled."""
         reason = outcome.reason[:_REASON_CHARS_MAX]
-        text = json.dumps([outcome.ok, outcome.rank, reason, self._group.rank])
+        text = json.dumps([outcome.ok, outcome.rank, reason, self._rank])
         if not self._group.put_first(self._settled(step), text):
             found = self.settled(step)
             assert found is not None, "a key that has a first value keeps it"
@@ -285,26 +269,10 @@ class StoreAttempt:
             self._group.note_failure(self._name, self.version, outcome)
         return outcome
 
-    def fail(self, reason: str) -> None:
-        """Let all ranks know that this one cannot write the version."""
-        outcome = Outcome(False, self._group.rank, reason)
-        if self.settle(PREPARED, outcome).ok:
-            self.settle(PUBLISHED, outcome)
-        self.end()
-
-    def check(self) -> None:
-        """Raise RankError if another rank has failed; looks four times a second at most."""
-        waited = self._clock.look()
-        if waited - self._looked >= _LOOK_S:
-            self._looked = waited
-            found = self.settled(PREPARED)
-            if found is not None and not found.ok:
-                raise rank_error(self.what, found)
-
     def end(self) -> None:
         """Remove the votes of this rank: whoever looks again finds what was settled."""
         for step in (PREPARED, PUBLISHED):
-            self._group.delete(self._vote(step, self._group.rank))
+            self._group.delete(self._vote(step, self._rank))
 
     def _vote(self, step: str, rank: int) -> str:
         return f"{self._name}/{self.version}/{self.number}/{step}/{rank}"
