@@ -7,7 +7,7 @@ own; the pairs of all lie in one table, in the order of the members.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,8 +115,21 @@ class ControllerGroup(Controller):
         return f"<a group of {len(self.controllers)} controllers>"
 
 
+def _of_all(name: str, combine: Callable[[Iterator[Any]], Any]) -> Any:
+    """Make a property of `Service` from those of the services."""
+    return property(lambda group: combine(getattr(each, name) for each in group.services))
+
+
 class GroupService(Service):
     """The storages of one array, each served by a controller; stopped together."""
+
+    in_place_refusal = _of_all("in_place_refusal", lambda found: next(filter(None, found), ""))
+    plain_reads = _of_all("plain_reads", all)
+    leased = _of_all("leased", any)
+    makes_warps_wait = _of_all("makes_warps_wait", all)
+    waits_for_disk = _of_all("waits_for_disk", any)
+    needs_wake = _of_all("needs_wake", any)
+    changes = _of_all("changes", sum)
 
     def __init__(
         self,
@@ -177,11 +190,6 @@ class GroupService(Service):
             self.services.append(controller.attach(member, destination))
 
     @property
-    def in_place_refusal(self) -> str:
-        """Why the device does not read the members in place; see `Service`."""
-        return next(filter(None, (service.in_place_refusal for service in self.services)), "")
-
-    @property
     def route(self) -> str:
         """The route of all; "bounce" from the moment at which one has left "in_place"."""
         routes = {service.route for service in self.services}
@@ -191,31 +199,6 @@ class GroupService(Service):
     def reason(self) -> str:
         """Why the data goes this way."""
         return "; ".join(dict.fromkeys(service.reason for service in self.services))
-
-    @property
-    def plain_reads(self) -> bool:
-        """Whether kernels read all namespaces in place without commands."""
-        return all(service.plain_reads for service in self.services)
-
-    @property
-    def leased(self) -> bool:
-        """Whether one of the files was opened under a lease; see `Service`."""
-        return any(service.leased for service in self.services)
-
-    @property
-    def makes_warps_wait(self) -> bool:
-        """Whether a few warps keep the storages busy."""
-        return all(service.makes_warps_wait for service in self.services)
-
-    @property
-    def waits_for_disk(self) -> bool:
-        """Whether commands wait for a disk, that of one storage or of all."""
-        return any(service.waits_for_disk for service in self.services)
-
-    @property
-    def changes(self) -> int:
-        """How often files may have changed under the array; see `Service`."""
-        return sum(service.changes for service in self.services)
 
     def take_stale(self) -> StorageError | None:
         """Return and forget what went wrong when files' pages were left: the first error."""
@@ -238,11 +221,6 @@ class GroupService(Service):
     def namespace_count(self) -> int:
         """How many namespaces the array lies on."""
         return len(self.services)
-
-    @property
-    def needs_wake(self) -> bool:
-        """Whether one of the services needs it; see `Service`."""
-        return any(service.needs_wake for service in self.services)
 
     def wake(self) -> None:
         """Wake the threads of all: work is about to be submitted."""
