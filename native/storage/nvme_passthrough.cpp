@@ -16,6 +16,7 @@
 
 #include "base/alignment.h"
 #include "flashwarp/nvme/command.cuh"
+#include "io/nvme_identity.h"
 #include "storage/file_io.h"
 #include "storage/file_lock.h"
 
@@ -30,20 +31,6 @@ constexpr uint64_t kTransferBytesMax = 128 << 10;
 
 // The granularity at which a drive's DMA takes addresses: PRP entries have two bits less.
 constexpr uint64_t kAddressAlignment = 4;
-
-template <typename Value>
-Value field(const std::byte* data, size_t offset) {
-  Value value;
-  std::memcpy(&value, data + offset, sizeof value);
-  return value;
-}
-
-// Text fields are padded with spaces.
-std::string text_field(const std::byte* data, size_t offset, size_t width) {
-  std::string text(reinterpret_cast<const char*>(data) + offset, width);
-  text.erase(text.find_last_not_of(std::string(" \0", 2)) + 1);
-  return text;
-}
 
 }  // namespace
 
@@ -115,15 +102,12 @@ class NvmePassthrough::Opening {
     refuse(errno_of(error), "Identify failed: " + error_text(error));
   }
 
-  // Figure 97 of the NVM Command Set Specification 1.0.
   void read_namespace(std::byte* data) {
     identify(where.nsid, kIdentifyNamespace, data);
-    const auto flbas = field<uint8_t>(data, 26);
-    const uint32_t format = (flbas & 0xF) | (flbas >> 1 & 0x30);
-    const auto lbaf = field<uint32_t>(data, 128 + 4 * format);
-    geometry.lba_shift = lbaf >> 16 & 0xFF;
-    if (lbaf & 0xFFFF) {
-      refuse(EOPNOTSUPP, "its logical blocks have " + std::to_string(lbaf & 0xFFFF) +
+    const NamespaceIdentity found = NamespaceIdentity::decode(DataPage(data, kPageBytes));
+    geometry.lba_shift = found.lba_shift;
+    if (found.metadata_bytes != 0) {
+      refuse(EOPNOTSUPP, "its logical blocks have " + std::to_string(found.metadata_bytes) +
                              " bytes of metadata each: format it without (nvme format --lbaf)");
     }
     if (geometry.lba_shift < 9 || geometry.lba_shift > 16) {
@@ -131,22 +115,20 @@ class NvmePassthrough::Opening {
                              " bytes: 512 to 65536 are supported");
     }
     where.lba_shift = geometry.lba_shift;
-    geometry.nbytes = field<uint64_t>(data, 0) << geometry.lba_shift;  // NSZE
-    geometry.discard_zeroes = (field<uint8_t>(data, 33) & 7) == 1;     // DLFEAT
-    geometry.write_protected = (field<uint8_t>(data, 99) & 1) != 0;    // NSATTR
+    geometry.nbytes = found.lbas << found.lba_shift;
+    geometry.discard_zeroes = found.discards_to_zeroes;
+    geometry.write_protected = found.write_protected;
   }
 
-  // Figure 275 of the NVM Express Base Specification 2.0.
   void read_controller(std::byte* data) {
     identify(0, kIdentifyController, data);
-    geometry.serial = text_field(data, 4, 20);
-    geometry.model = text_field(data, 24, 40);
-    const auto mdts = field<uint8_t>(data, 77);
-    const auto oncs = field<uint16_t>(data, 520);
-    geometry.has_write_zeroes = (oncs & 1 << 3) != 0;
-    geometry.discard_zeroes = geometry.discard_zeroes && (oncs & 1 << 2) != 0;
-    // In units of CAP.MPSMIN, which no drive in use has larger than 4 KiB. Larger ones allow more.
-    uint64_t bytes = mdts == 0 || mdts > 15 ? kScratchBytes : uint64_t(kPageBytes) << mdts;
+    // No drive in use has larger least pages (CAP.MPSMIN) than 4 KiB. Larger ones allow more.
+    const DriveIdentity found = DriveIdentity::decode(DataPage(data, kPageBytes), kPageBytes);
+    geometry.serial = found.serial;
+    geometry.model = found.model;
+    geometry.has_write_zeroes = found.has_write_zeroes;
+    geometry.discard_zeroes = geometry.discard_zeroes && found.has_dataset_management;
+    uint64_t bytes = found.transfer_bytes_max == 0 ? kScratchBytes : found.transfer_bytes_max;
     bytes = std::min(
         bytes, options_.max_transfer_bytes == 0 ? kTransferBytesMax : options_.max_transfer_bytes);
     const uint64_t lba = uint64_t(1) << geometry.lba_shift;

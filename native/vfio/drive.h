@@ -17,8 +17,8 @@
 
 #include "base/fork_guard.h"
 #include "flashwarp/nvme/command.cuh"
+#include "io/nvme_identity.h"
 #include "vfio/host_queue.h"
-#include "vfio/identity.h"
 #include "vfio/registers.h"
 
 namespace fw::native::vfio {

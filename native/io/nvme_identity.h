@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-namespace fw::native::vfio {
+namespace fw::native {
 
 using DataPage = std::span<const std::byte, 4096>;
 
@@ -36,7 +36,8 @@ struct NamespaceIdentity {
   uint32_t metadata_bytes = 0;  // of each block
   bool protection = false;      // end-to-end protection information
   bool write_protected = false;
-  bool shared = false;  // other controllers of the subsystem may reach it
+  bool discards_to_zeroes = false;  // deallocated blocks read as zeros (DLFEAT)
+  bool shared = false;              // other controllers of the subsystem may reach it
 
   static NamespaceIdentity decode(DataPage data);
 };
@@ -56,4 +57,4 @@ inline constexpr size_t kErrorLogEntryBytes = 64;
 
 std::vector<ErrorLogEntry> decode_error_log(std::span<const std::byte> data);
 
-}  // namespace fw::native::vfio
+}  // namespace fw::native

@@ -1,10 +1,10 @@
-// Byte offsets; see identity.h.
-#include "vfio/identity.h"
+// Byte offsets; see nvme_identity.h.
+#include "io/nvme_identity.h"
 
 #include <algorithm>
 #include <cstring>
 
-namespace fw::native::vfio {
+namespace fw::native {
 namespace {
 
 template <typename Value>
@@ -56,6 +56,7 @@ NamespaceIdentity NamespaceIdentity::decode(DataPage data) {
   n.lba_shift = lbaf >> 16 & 0xFF;
   n.protection = (get<uint8_t>(data, 29) & 7) != 0;
   n.shared = (get<uint8_t>(data, 30) & 1) != 0;
+  n.discards_to_zeroes = (get<uint8_t>(data, 33) & 7) == 1;
   n.write_protected = (get<uint8_t>(data, 99) & 1) != 0;
   return n;
 }
@@ -85,4 +86,4 @@ std::vector<ErrorLogEntry> decode_error_log(std::span<const std::byte> data) {
   return entries;
 }
 
-}  // namespace fw::native::vfio
+}  // namespace fw::native
