@@ -100,6 +100,16 @@ bool CompositeStorage::resolve_flush(PieceList& pieces) {
                      [&](auto& member) { return member->resolve_flush(pieces); });
 }
 
+int CompositeStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
+  const int status = check_write(offset, n);
+  return status != 0 ? status : clear(&Storage::discard, offset, n, failure);
+}
+
+int CompositeStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
+  const int status = check_write(offset, n);
+  return status != 0 ? status : clear(&Storage::write_zeroes, offset, n, failure);
+}
+
 int CompositeStorage::flush(IoFailure* failure) {
   return on_all(failure, [](Storage& member, IoFailure* first) { return member.flush(first); });
 }
@@ -118,11 +128,8 @@ std::unique_ptr<IoEngine> CompositeStorage::decorate(std::unique_ptr<IoEngine> e
   return engine;
 }
 
-Description CompositeStorage::describe_as(const std::string& kind) const {
-  Description description;
-  description.add("kind", kind);
-  description.add("nbytes", nbytes());
-  description.add("writable", writable());
+Description CompositeStorage::describe_members(const char* kind) const {
+  Description description = describe_as(kind);
   for (const auto& member : members_) description.children.push_back(member->describe());
   return description;
 }
@@ -177,17 +184,9 @@ uint32_t PartitionedStorage::replica_count() const {
   return count;
 }
 
-int PartitionedStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
-  if (int status = check_write(offset, n)) return status;
+int PartitionedStorage::clear(Clear act, uint64_t offset, uint64_t n, IoFailure* failure) {
   return for_each_part(offset, n, [&](Storage& member, uint64_t from, uint64_t step, uint64_t) {
-    return member.discard(from, step, failure);
-  });
-}
-
-int PartitionedStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
-  if (int status = check_write(offset, n)) return status;
-  return for_each_part(offset, n, [&](Storage& member, uint64_t from, uint64_t step, uint64_t) {
-    return member.write_zeroes(from, step, failure);
+    return (member.*act)(from, step, failure);
   });
 }
 
@@ -203,7 +202,7 @@ StripedStorage::Place StripedStorage::locate(uint64_t offset) const {
 }
 
 Description StripedStorage::describe() const {
-  Description description = describe_as("striped");
+  Description description = describe_members("striped");
   description.add("stripe_bytes", uint64_t(stripe_bytes_));
   return description;
 }
@@ -222,7 +221,7 @@ ConcatenatedStorage::Place ConcatenatedStorage::locate(uint64_t offset) const {
   return {member, offset - begin, *found - offset};
 }
 
-Description ConcatenatedStorage::describe() const { return describe_as("concatenated"); }
+Description ConcatenatedStorage::describe() const { return describe_members("concatenated"); }
 
 ReplicatedStorage::ReplicatedStorage(StorageList members)
     : CompositeStorage(members, replicated_nbytes(members)) {}
@@ -263,19 +262,11 @@ bool ReplicatedStorage::resolve(const Request& request, PieceList& pieces) {
   return members_[(request.turn + request.attempt) % members_.size()]->resolve(one, pieces);
 }
 
-int ReplicatedStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
-  if (int status = check_write(offset, n)) return status;
-  return on_all(
-      failure, [&](Storage& member, IoFailure* first) { return member.discard(offset, n, first); });
+int ReplicatedStorage::clear(Clear act, uint64_t offset, uint64_t n, IoFailure* failure) {
+  return on_all(failure,
+                [&](Storage& member, IoFailure* first) { return (member.*act)(offset, n, first); });
 }
 
-int ReplicatedStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
-  if (int status = check_write(offset, n)) return status;
-  return on_all(failure, [&](Storage& member, IoFailure* first) {
-    return member.write_zeroes(offset, n, first);
-  });
-}
-
-Description ReplicatedStorage::describe() const { return describe_as("replicated"); }
+Description ReplicatedStorage::describe() const { return describe_members("replicated"); }
 
 }  // namespace fw::native

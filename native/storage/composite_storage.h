@@ -20,6 +20,8 @@ class CompositeStorage : public Storage {
   bool writes_inline() const override;
   bool resolve_flush(PieceList& pieces) override;
   int flush(IoFailure* failure) override;
+  int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
+  int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
   void collect_files(std::vector<int>& files) const override;
   bool takes_nvme_commands() const override;
   std::unique_ptr<IoEngine> decorate(std::unique_ptr<IoEngine> engine) override;
@@ -31,7 +33,11 @@ class CompositeStorage : public Storage {
   // which is the one that `failure` describes.
   template <typename Act>
   int on_all(IoFailure* failure, Act act) const;
-  Description describe_as(const std::string& kind) const;
+  Description describe_members(const char* kind) const;
+
+  // Calls `discard` or `write_zeroes` of the members that hold a range.
+  using Clear = int (Storage::*)(uint64_t offset, uint64_t n, IoFailure* failure);
+  virtual int clear(Clear act, uint64_t offset, uint64_t n, IoFailure* failure) = 0;
 
   const StorageList members_;
 };
@@ -44,8 +50,6 @@ class PartitionedStorage : public CompositeStorage {
   int read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
   bool resolve(const Request& request, PieceList& pieces) override;
   uint32_t replica_count() const override;
-  int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
-  int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
 
   // Where a byte of the namespace lies, and how many bytes of the namespace follow there.
   struct Place {
@@ -57,6 +61,7 @@ class PartitionedStorage : public CompositeStorage {
 
  protected:
   using CompositeStorage::CompositeStorage;
+  int clear(Clear act, uint64_t offset, uint64_t n, IoFailure* failure) override;
 
  private:
   // Calls visit(member, member offset, bytes, offset in the request) until one returns non-zero.
@@ -100,11 +105,11 @@ class ReplicatedStorage final : public CompositeStorage {
   int read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
   bool resolve(const Request& request, PieceList& pieces) override;
   uint32_t replica_count() const override { return uint32_t(members_.size()); }
-  int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
-  int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
   Description describe() const override;
 
  private:
+  int clear(Clear act, uint64_t offset, uint64_t n, IoFailure* failure) override;
+
   std::atomic<uint32_t> turn_{0};
 };
 

@@ -60,11 +60,8 @@ class ImageStorage final : public Storage {
 
   int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
   int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
-  int read_nowait(uint64_t, void*, size_t, IoFailure*) override { return EAGAIN; }
-  // Marks may have to become durable first.
-  bool writes_inline() const override { return false; }
+  // Of reads alone: marks may have to become durable before a write.
   bool resolve(const Request& request, PieceList& pieces) override;
-  bool resolve_flush(PieceList&) override { return false; }
   int flush(IoFailure* failure) override;
   // Frees whole blocks; zeros what remains.
   int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;

@@ -212,11 +212,7 @@ int MappedStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
 }
 
 Description MappedStorage::describe() const {
-  Description description;
-  description.add("kind", std::string("file by its block map"));
-  description.add("path", name_);
-  description.add("nbytes", nbytes());
-  description.add("writable", writable());
+  Description description = describe_as("file by its block map", name_);
   description.add("extents", uint64_t(extents_.size()));
   description.children.push_back(device_->describe());
   return description;

@@ -39,11 +39,7 @@ int MemoryStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure*) {
 }
 
 Description MemoryStorage::describe() const {
-  Description description;
-  description.add("kind", std::string("memory"));
-  description.add("path", name_);
-  description.add("nbytes", nbytes());
-  description.add("writable", writable());
+  Description description = describe_as("memory", name_);
   description.add("in_place", true);
   return description;
 }

@@ -37,8 +37,6 @@ class NvmePassthrough final : public Storage {
 
   int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
   int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
-  int read_nowait(uint64_t, void*, size_t, IoFailure*) override { return EAGAIN; }
-  bool writes_inline() const override { return false; }
   bool resolve(const Request& request, PieceList& pieces) override;
   bool resolve_flush(PieceList& pieces) override;
   int flush(IoFailure* failure) override;

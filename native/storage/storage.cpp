@@ -37,6 +37,15 @@ int Storage::validate(uint64_t offset, uint64_t n, IoFailure*) {
 
 std::unique_ptr<IoEngine> Storage::decorate(std::unique_ptr<IoEngine> engine) { return engine; }
 
+Description Storage::describe_as(std::string kind, const std::string& path) const {
+  Description description;
+  description.add("kind", std::move(kind));
+  if (!path.empty()) description.add("path", path);
+  description.add("nbytes", nbytes());
+  description.add("writable", writable());
+  return description;
+}
+
 int Storage::check_range(uint64_t offset, uint64_t n) const {
   if (in_forked_child()) return kForked;
   return offset <= nbytes_ && n <= nbytes_ - offset ? 0 : kOutOfRange;

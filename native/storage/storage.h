@@ -3,7 +3,8 @@
 // Any number of threads share a storage. Calls on the I/O path never throw; they return 0, an errno
 // value, or the error of an NVMe status (io/nvme_command.h). `read` and `write` block and move all
 // bytes. `resolve` describes the same transfer as pieces of files, for an engine that submits them.
-// A read of bytes that the file no longer has returns ENODATA ("truncated"), never zeros.
+// A read of bytes that the file no longer has returns ENODATA ("truncated"), never zeros. A storage
+// that overrides no more than it must is moved by blocking calls alone.
 #pragma once
 
 #include <atomic>
@@ -146,7 +147,10 @@ class Storage {
   virtual int write(uint64_t offset, const void* data, size_t n, IoFailure* failure = nullptr) = 0;
 
   // As `read`, but returns EAGAIN instead of waiting for bytes that are not in memory.
-  virtual int read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure = nullptr) = 0;
+  virtual int read_nowait(uint64_t /*offset*/, void* /*data*/, size_t /*n*/,
+                          IoFailure* /*failure*/ = nullptr) {
+    return EAGAIN;
+  }
 
   // Makes those of `copies` whose bytes are in memory now, and marks them as done. Waits for
   // nothing. A storage that every read has to pass makes none.
@@ -156,14 +160,14 @@ class Storage {
   virtual bool has_cached(uint64_t /*offset*/, uint64_t /*n*/) { return false; }
 
   // Whether `write` only copies into memory or the page cache.
-  virtual bool writes_inline() const = 0;
+  virtual bool writes_inline() const { return false; }
 
   // Appends the parts of a transfer. Returns false if blocking calls have to move it, because it
   // has too many parts or would fail.
-  virtual bool resolve(const Request& request, PieceList& pieces) = 0;
+  virtual bool resolve(const Request& /*request*/, PieceList& /*pieces*/) { return false; }
 
   // Appends one piece for each file that `flush` has to synchronise.
-  virtual bool resolve_flush(PieceList& pieces) = 0;
+  virtual bool resolve_flush(PieceList& /*pieces*/) { return false; }
 
   // How many replicas can serve a read.
   virtual uint32_t replica_count() const { return 1; }
@@ -196,6 +200,9 @@ class Storage {
   // Return 0, or the status of a request that must not reach the medium.
   int check_range(uint64_t offset, uint64_t n) const;
   int check_write(uint64_t offset, uint64_t n) const;
+
+  // A description that begins with the kind, the path if there is one, and the size.
+  Description describe_as(std::string kind, const std::string& path = "") const;
 
   void set_backed_nbytes(uint64_t n) { backed_nbytes_.store(n, std::memory_order_relaxed); }
 

@@ -113,10 +113,7 @@ std::unique_ptr<IoEngine> FaultyStorage::decorate(std::unique_ptr<IoEngine> engi
 }
 
 Description FaultyStorage::describe() const {
-  Description description;
-  description.add("kind", std::string("faulty"));
-  description.add("nbytes", nbytes());
-  description.add("writable", writable());
+  Description description = describe_as("faulty");
   description.add("faults", std::string(file_ != nullptr ? "in the engine" : "in calls"));
   description.children.push_back(inner_->describe());
   return description;

@@ -25,9 +25,7 @@ class FaultyStorage final : public Storage {
   int validate(uint64_t offset, uint64_t n, IoFailure* failure) override;
   int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
   int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
-  // Always "not in memory", because an operation that is tried twice would be counted twice.
-  int read_nowait(uint64_t, void*, size_t, IoFailure*) override { return EAGAIN; }
-  bool writes_inline() const override { return false; }
+  // No `read_nowait`, because an operation that is tried twice would be counted twice.
   bool resolve(const Request& request, PieceList& pieces) override;
   bool resolve_flush(PieceList& pieces) override;
   int flush(IoFailure* failure) override;

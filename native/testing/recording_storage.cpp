@@ -89,10 +89,7 @@ int RecordingStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failu
 }
 
 Description RecordingStorage::describe() const {
-  Description description;
-  description.add("kind", std::string("recording"));
-  description.add("nbytes", nbytes());
-  description.add("writable", writable());
+  Description description = describe_as("recording");
   description.children.push_back(inner_->describe());
   return description;
 }

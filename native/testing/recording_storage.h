@@ -41,10 +41,6 @@ class RecordingStorage final : public Storage {
   int validate(uint64_t offset, uint64_t n, IoFailure* failure) override;
   int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
   int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
-  int read_nowait(uint64_t, void*, size_t, IoFailure*) override { return EAGAIN; }
-  bool writes_inline() const override { return false; }
-  bool resolve(const Request&, PieceList&) override { return false; }
-  bool resolve_flush(PieceList&) override { return false; }
   int flush(IoFailure* failure) override;
   int flush_range(uint64_t offset, uint64_t n, IoFailure* failure) override;
   int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;

@@ -165,11 +165,7 @@ int NamespaceStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failu
 }
 
 Description NamespaceStorage::describe() const {
-  Description d;
-  d.add("kind", std::string("namespace of a drive"));
-  d.add("path", name_);
-  d.add("nbytes", nbytes());
-  d.add("writable", writable());
+  Description d = describe_as("namespace of a drive", name_);
   d.add("lba_bytes", uint64_t(1) << lba_shift_);
   d.add("model", drive_->identity().model);
   d.add("serial", drive_->identity().serial);
