@@ -1,6 +1,6 @@
 #include "bind/host_arrays.h"
 
-#include <cstring>
+#include <algorithm>
 #include <utility>
 
 #include "bind/unlocked.h"
@@ -9,15 +9,21 @@ namespace fw::native {
 namespace {
 
 template <typename Integer>
-bool within(const HostArray& indices, int64_t length) {
-  const auto* values = reinterpret_cast<const Integer*>(indices.address());
-  const uint64_t count = indices.nbytes() / sizeof(Integer);
-  bool strays = false;
-  // Without a branch, so that the compiler looks at several at a time.
-  for (uint64_t i = 0; i < count; ++i) {
-    strays |= (int64_t(values[i]) < -length) | (int64_t(values[i]) >= length);
+Bounds look(const HostArray& indices, int64_t length) {
+  const auto* begin = reinterpret_cast<const Integer*>(indices.address());
+  const auto* end = begin + indices.nbytes() / sizeof(Integer);
+  // By sign bits, without a branch, so that the compiler looks at several at a time.
+  uint64_t below_zero = 0, outside = 0;
+  const uint64_t count = uint64_t(length);
+  for (const Integer* each = begin; each != end; ++each) {
+    const uint64_t index = uint64_t(int64_t(*each));
+    below_zero |= index;
+    outside |= (index + count) | (count - 1 - index);
   }
-  return !strays;
+  Bounds found = {.negative = int64_t(below_zero) < 0};
+  if (int64_t(outside) >= 0) return found;
+  found.stray = *std::find_if(begin, end, [&](int64_t i) { return i < -length || i >= length; });
+  return found;
 }
 
 }  // namespace
@@ -35,9 +41,9 @@ uint32_t HostArray::index_bytes() const {
   return view_.itemsize == 4 || view_.itemsize == 8 ? uint32_t(view_.itemsize) : 0;
 }
 
-bool all_within(const HostArray& indices, int64_t length) {
-  return indices.index_bytes() == 4 ? within<int32_t>(indices, length)
-                                    : within<int64_t>(indices, length);
+Bounds bounds_of(const HostArray& indices, int64_t length) {
+  return indices.index_bytes() == 4 ? look<int32_t>(indices, length)
+                                    : look<int64_t>(indices, length);
 }
 
 HostArrays::HostArrays(nb::object dtype) : dtype_(std::move(dtype)) {

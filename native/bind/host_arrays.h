@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace fw::native {
@@ -35,8 +36,12 @@ class HostArray {
   bool taken_ = false;
 };
 
-// Whether all indices are within an axis of this length; negative ones count from its end.
-bool all_within(const HostArray& indices, int64_t length);
+// Whether some indices count from the end of an axis, and the first that is out of bounds.
+struct Bounds {
+  bool negative = false;
+  std::optional<int64_t> stray = {};
+};
+Bounds bounds_of(const HostArray& indices, int64_t length);
 
 // Takes and makes arrays of one dtype.
 class HostArrays {

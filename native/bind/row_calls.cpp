@@ -235,7 +235,7 @@ bool RowCalls::look_on_host(nb::handle idx, nb::handle out, Operands& operands, 
   if (operands.index_bytes == 0 || indices.nbytes() == 0) return false;
   operands.count = indices.nbytes() / operands.index_bytes;
   operands.indices = indices.address();
-  if (!all_within(indices, length_)) return false;
+  if (bounds_of(indices, length_).stray) return false;
   std::vector<int64_t> shape(indices.shape(), indices.shape() + indices.axes());
   shape.insert(shape.end(), row_shape_.begin(), row_shape_.end());
   operands.out = out.is_none() ? host_.empty(shape) : nb::borrow(out);
@@ -389,6 +389,13 @@ bool queue(RowCalls& calls, const std::string& verb, const Which& which, uintptr
   return calls.queue(size, indices, rows, stream, after);
 }
 
+std::tuple<bool, std::optional<int64_t>> index_bounds(nb::handle array, int64_t length) {
+  HostArray indices;
+  if (!indices.take(array, false)) throw nb::type_error("the indices are not dense");
+  const Bounds found = bounds_of(indices, length);
+  return {found.negative, found.stray};
+}
+
 // A launch of Python's with arguments that Python has packed.
 bool launch_among(const Launching& launching, nb::object launch, ParamBytes arguments,
                   uintptr_t stream, Handles others, bool both_ways,
@@ -423,6 +430,7 @@ void bind_row_calls(nanobind::module_& m) {
       .def(nb::init<nb::object, uintptr_t, uintptr_t, int>(), nb::arg("context"), nb::arg("own"),
            nb::arg("mark"), nb::arg("ordinal"))
       .def_rw("closed", &Launching::closed);
+  m.def("index_bounds", &fw::native::index_bounds, nb::arg("indices"), nb::arg("length"));
   m.def("launch_among", &fw::native::launch_among, nb::arg("launching"), nb::arg("launch"),
         nb::arg("arguments"), nb::arg("stream"), nb::arg("others"), nb::arg("both_ways"),
         nb::arg("arrays"), nb::arg("end").none());

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flashwarp import _native
 from flashwarp.cache.miss_list import ListUseStruct
 from flashwarp.cache.structs import GeometryStruct
 from flashwarp.device.layouts import fields_of
@@ -165,12 +166,7 @@ def host_indices(indices: object, length: int) -> npt.NDArray[np.int64]:
     if array.dtype == np.uint64 and array.size and array.max() >= np.uint64(1 << 63):
         raise BoundsError(f"index {array.max()} is out of bounds for length {length}")
     array = np.ascontiguousarray(array, np.int64).reshape(array.shape)
-    # As unsigned numbers, negative ones are larger than all lengths: one pass finds both bounds.
-    if array.size and array.view(np.uint64).max() >= length:
-        low, high = array.min(), array.max()
-        if low < -length or high >= length:
-            bad = array.reshape(-1)[np.argmax((array < -length) | (array >= length))]
-            raise BoundsError(f"index {bad} is out of bounds for an axis of length {length}")
-        if low < 0:
-            array = np.where(array < 0, array + length, array)
-    return array
+    negative, stray = _native.index_bounds(array, length)
+    if stray is not None:
+        raise BoundsError(f"index {stray} is out of bounds for an axis of length {length}")
+    return np.where(array < 0, array + length, array) if negative else array
