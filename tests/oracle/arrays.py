@@ -47,7 +47,7 @@ def values_of(hand: Hand, held: Held, count: int) -> tuple[Any, Any, str]:
         kept = hand.machine.place(values, library)
         hand.kept.append(kept)
         return kept, values, f"{library} "
-    if draw < 0.7 or held.dtype.names is not None:
+    if draw < 0.7 or held.dtype.kind not in "?biuf":
         return values, values, ""
     if draw < 0.8:
         return np.repeat(values, 2, axis=0)[::2], values, "strided "
@@ -164,8 +164,11 @@ def gather(hand: Hand) -> None:
     if hand.odds(0.2):
         a = hand.random.randrange(held.count)
         b = min(held.count, a + hand.world.most)
-        index: Any = hand.random.choice((slice(a, b), range(a, b)))
-        rows, how = np.arange(a, b), ""
+        part = range(a, b, hand.random.choice((1, 1, 1, 3, 8)))
+        part = hand.random.choice((part, part, part[::-1]))
+        rows, how = np.array(part), ""
+        backwards = slice(part.start, part.stop if part.stop >= 0 else None, part.step)
+        index: Any = hand.random.choice((part, backwards))
     else:
         rows = hand.ids(held, repeats=True)
         index, how = index_of(hand, held, rows)

@@ -25,6 +25,7 @@ from oracle.world import RECORD, Hand
 
 _GAPS = np.dtype({"names": ["a", "b"], "formats": ["<i4", "<f4"], "offsets": [0, 8]})
 _DTYPES = [np.dtype("i4"), np.dtype("f8"), np.dtype("u1"), np.dtype("i2"), RECORD, _GAPS]
+_CACHES = [("64 KiB", "256 KiB")] * 3 + [(0, "256 KiB"), ("64 KiB", 0), (0, 0)]
 _VERSIONS = 6
 _LIMIT_S = 30
 
@@ -44,6 +45,7 @@ class Saved:
     folder: Path
     remote: Path | None
     device: Any
+    caches: tuple[int | str, int | str]
     writer: Any = None
     reader: Any = None
     regions: dict[str, Region] = field(default_factory=dict)
@@ -52,7 +54,7 @@ class Saved:
     def open(self) -> None:
         """Open the folder for writing, with small caches, as a process does that begins."""
         self.writer = fw.Checkpointer(
-            self.folder, self.device, "64 KiB", "256 KiB", self.remote, config={"timeout_s": 30}
+            self.folder, self.device, *self.caches, self.remote, config={"timeout_s": 30}
         )
         for name, region in self.regions.items():
             self.writer.protect(name, region.array)
@@ -91,10 +93,11 @@ def _of(hand: Hand) -> Saved:
                 shutil.rmtree(each, ignore_errors=True)
         if remote is not None:
             remote.mkdir()
-        saved = Saved(folder, remote, hand.machine.devices[hand.world.device])
+        caches = hand.random.choice(_CACHES)
+        saved = Saved(folder, remote, hand.machine.devices[hand.world.device], caches)
         hand.world.closing.append(saved)
         saved.open()
-        hand.say(f"c = fw.Checkpointer(folder, device, '64 KiB', '256 KiB', remote={remote})")
+        hand.say(f"c = fw.Checkpointer(folder, device, {caches}, remote={remote})")
         hand.world.extras["checkpoints"] = saved
         for name in ("a", "b")[: hand.random.randint(1, 2)]:
             _protect(hand, saved, name)

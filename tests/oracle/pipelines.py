@@ -77,14 +77,27 @@ def _choose(hand: Hand) -> Piped | None:
 
 
 def _ids(hand: Hand, piped: Piped, rows: Ids) -> tuple[Any, str]:
-    library = hand.random.choice([*hand.machine.libraries(piped.held.dtype), "", "", "list"])
+    library = hand.random.choice(
+        [*hand.machine.libraries(piped.held.dtype), "", "negative", "list"]
+    )
     if library == "list":
         return rows.tolist(), "list "
+    if library == "negative":
+        return rows - piped.held.count, "negative "
     if not library:
         return rows, ""
     placed = hand.machine.place(rows, library)
     piped.kept.append(placed)
     return placed, f"{library} "
+
+
+def _sequence(hand: Hand, held: Held) -> tuple[Ids, Any]:
+    """Choose rows that a slice or a range names."""
+    begin = hand.random.randrange(held.count)
+    count = hand.random.randint(0, min(hand.world.most, held.count - begin))
+    numbers = range(begin, begin + count)[:: hand.random.choice((1, 1, 3, -1))]
+    as_slice = slice(begin, begin + count)
+    return np.array(numbers, np.int64), as_slice if numbers.step == 1 else numbers
 
 
 @step(12)
@@ -93,8 +106,11 @@ def prefetch_batch(hand: Hand) -> None:
     piped = _choose(hand)
     if piped is None or len(piped.reads) >= piped.options["depth"]:
         return
-    rows = hand.ids(piped.held, repeats=True)
-    ids, how = _ids(hand, piped, rows)
+    if hand.odds(0.2):
+        (rows, ids), how = _sequence(hand, piped.held), "sequence "
+    else:
+        rows = hand.ids(piped.held, repeats=True)
+        ids, how = _ids(hand, piped, rows)
     hand.say(f"p.prefetch({how}{{}})  # {piped.held.name}", rows)
     read = piped.held.model.read(rows)
     known = hand.known(piped.held)
@@ -140,8 +156,11 @@ def write_back(hand: Hand) -> None:
     if piped is None:
         return
     held = piped.held
-    rows = hand.ids(held)
-    ids, how = _ids(hand, piped, rows)
+    if hand.alone and hand.odds(0.2):
+        (rows, ids), how = _sequence(hand, held), "sequence "
+    else:
+        rows = hand.ids(held)
+        ids, how = _ids(hand, piped, rows)
     values = hand.values(held, len(rows))
     given, what = _rows(hand, piped, values)
     line = hand.say(f"p.write_back({how}{{}}, {what}rows)  # {held.name}", rows)

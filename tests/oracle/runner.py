@@ -27,6 +27,7 @@ from oracle import (  # noqa: F401 - their steps
     kernels,
     pipelines,
     sharing,
+    tables,
     torches,
     whole_files,
 )

@@ -12,7 +12,7 @@ import numpy as np
 import flashwarp as fw
 from oracle.model import Rows
 from oracle.steps import step
-from oracle.world import Hand, Held
+from oracle.world import KINDS, Hand, Held
 
 
 @dataclass
@@ -44,7 +44,8 @@ def _of(hand: Hand) -> Shared | None:
     owner = fw.Cache(16 * line, line, device=device, shared="rows")
     clients = [fw.Cache(shared="rows") for _ in range(2)]
     path: Path = folder / "shared.npy"
-    model = Rows("shared", np.zeros((150, 25), "i4"))
+    dtype, row_shape = hand.random.choice(KINDS)
+    model = Rows("shared", np.zeros((150, *row_shape), dtype))
     held = Held("shared", model, lambda: None, lambda: b"", path)
     model.now[...] = hand.values(held, 150)
     np.save(path, model.now)

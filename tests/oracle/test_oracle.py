@@ -15,7 +15,7 @@ from oracle.model import Rows, Wrong
 from oracle.mutants import MUTANTS, NATIVE, Mutant
 from support.samples import sample
 
-CALLS = int(os.environ.get("FLASHWARP_ORACLE_CALLS", "1000"))
+CALLS = int(os.environ.get("FLASHWARP_ORACLE_CALLS", "2000"))
 SEED = int(os.environ.get("FLASHWARP_ORACLE_SEED") or "1")
 SECONDS = CALLS / 200
 """After which no program begins: a budget, for machines that are busy."""

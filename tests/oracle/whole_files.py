@@ -57,10 +57,13 @@ def _of(hand: Hand) -> Whole:
         path.unlink(missing_ok=True)
         device = hand.machine.devices[hand.world.device]
         options = {"device": device, "cache": "16 KiB", "line": hand.random.choice((512, 4096))}
-        kind = hand.random.choice(("plain", "plain", "gvdk"))
+        kind = hand.random.choice(("plain", "plain", "gvdk", "sparse"))
+        how: dict[str, Any] = {"format": "plain" if kind == "plain" else "gvdk"}
+        if kind == "sparse":
+            how["preallocate"] = False
         size = hand.random.randrange(_CAPACITY)
-        hand.say(f"f = fw.File.create(path, {size}, capacity={_CAPACITY}, format={kind!r})")
-        file = fw.File.create(path, size, capacity=_CAPACITY, format=kind, **options)
+        hand.say(f"f = fw.File.create(path, {size}, capacity={_CAPACITY}, {how})")
+        file = fw.File.create(path, size, capacity=_CAPACITY, **how, **options)
         whole = Whole(path, kind, options, file, bytearray(size))
         hand.world.extras["file"] = whole
         hand.world.closing.append(whole)
@@ -124,8 +127,10 @@ def write_bytes(hand: Hand) -> None:
 
 @step(1, alone=True)
 def cut(hand: Hand) -> None:
-    """Cut the file, or let it grow."""
+    """Cut the file, or let it grow; not a sparse image, where a cut gives no room until a sync."""
     whole = _of(hand)
+    if whole.kind == "sparse":
+        return
     size = hand.random.randrange(_CAPACITY)
     hand.say(f"f.truncate({size})")
     whole.file.truncate(size)

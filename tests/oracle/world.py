@@ -35,17 +35,32 @@ KINDS: list[tuple[Any, tuple[int, ...]]] = [
     ("i2", (5, 70)),
     (RECORD, ()),
     ("u1", (1,)),
+    ("u1", (3,)),
+    ("u1", (513,)),
+    (">u2", (9,)),
+    ("f2", (30,)),
+    ("c16", (4,)),
+    ("S3", (7,)),
+    ("V12", ()),
 ]
 """Rows that lie in a line, cross lines, and are longer than one; of 1 byte to 5,000."""
 
+_POLICIES = ("lru", "fifo", "sieve", "s3_fifo", "random")
 _POOL = 1 << 16
+
+
+class ForAll(fw.nvme.SoftwareController):
+    """Serves a striped or replicated storage as a whole: the host splits its commands."""
+
+    serves_members = False
 
 
 def _pool(dtype: np.dtype[Any]) -> Values:
     """Values without pattern, none of which is NaN."""
     generator = np.random.default_rng(dtype.itemsize)
     if dtype.kind == "f":
-        return generator.integers(-(1 << 20), 1 << 20, _POOL).astype(dtype)
+        most = 1 << 20 if dtype.itemsize > 2 else 1 << 11
+        return generator.integers(-most, most, _POOL).astype(dtype)
     if dtype.names is not None:
         pool = np.zeros(_POOL, dtype)
         for name in dtype.names:
@@ -249,12 +264,15 @@ class World:
     def open(self) -> None:
         """Open the cache and the arrays."""
         draw, device = self.random, self.machine.devices[self.device]
-        line = draw.choice((512, 512, 4096))
-        ways = draw.choice((4, 8))
-        sets = draw.choice((1, 2)) * (1 if self.threads == 1 else 2)
-        self.policy = policy = draw.choice(("clock", "clock", "lru", "fifo"))
-        self.note(f"cache = fw.Cache({sets * ways * line}, {line}, {ways}, {policy!r})")
-        self.cache = fw.Cache(sets * ways * line, line, ways, policy, device=device)
+        line = draw.choice((512, 512, 512, 4096, 4096, 65536))
+        ways = draw.choice((4, 8, 16))
+        sets = draw.choice((1, 2, 3, 7)) * (1 if self.threads == 1 else 2)
+        self.policy = policy = draw.choice(("clock", "clock", *_POLICIES))
+        tier = draw.choice((None, None, sets * line, 20 * sets * line))
+        self.note(f"cache = fw.Cache({sets * ways * line}, {line}, {ways}, {policy!r}, {tier!r})")
+        self.cache = fw.Cache(
+            sets * ways * line, line, ways, policy, device=device, host_memory=tier
+        )
         for number in range(draw.choice((1, 1, 2))):
             self.arrays.append(self._make(f"x{number}"))
         for held in self.arrays:
@@ -283,7 +301,9 @@ class World:
         model = Rows(name, np.zeros((count, *row_shape), dtype))
         held = Held(name, model, lambda: None, lambda: b"")
         model.now[...] = self.hands[0].values(held, count)
-        where = draw.choice(("memory", "file", "file", "npy", "npy", "disk", "striped"))
+        where = draw.choice(
+            ("memory", "file", "file", "npy", "npy", "disk", "striped", "replicated")
+        )
         direct: bool | None = None
         if where == "disk":
             direct = draw.choice((None, True, False)) if takes_direct_io() else None
@@ -296,10 +316,11 @@ class World:
             storage: Any = fw.storage.Memory(buffer)
             held.stored = lambda: bytes(buffer)
         elif where == "file":
-            path.write_bytes(b"\xee" * 128 + content)
+            offset = draw.choice((128, 128, 5, 4100))
+            path.write_bytes(b"\xee" * offset + content + b"behind")
             storage = path
-            options["offset"] = 128
-            held.stored = partial(_bytes_of_file, path, 128, len(content))
+            options["offset"] = offset
+            held.stored = partial(_bytes_between, path, offset, len(content))
         elif where == "striped" and len(content) >= 8192:
             stripe = 4096
             paths = [folder / f"{name}.{k}" for k in range(2)]
@@ -309,6 +330,12 @@ class World:
                 each.write_bytes(pieces[:, k].tobytes())
             storage = fw.storage.Striped(paths, stripe)
             held.stored = partial(_bytes_of_stripes, paths, stripe, len(content))
+        elif where == "replicated":
+            paths = [folder / f"{name}.{k}" for k in range(2)]
+            for each in paths:
+                each.write_bytes(content)
+            storage = fw.storage.Replicated(paths)
+            held.stored = partial(_bytes_of_replicas, paths)
         else:
             np.save(path, model.now)
             storage = path
@@ -323,8 +350,9 @@ class World:
             depth, threads = draw.choice((2, 8, 64)), draw.choice((None, 1))
             way = None if self.machine.on_gpu else draw.choice((None, "bounce", "direct"))
             how = {"queue_pairs": draw.choice((1, 2)), "depth": depth, "threads": threads}
-            options["controller"] = partial(fw.nvme.SoftwareController, **how, route=way)
-            self.note(f"controller = fw.nvme.SoftwareController({how}, route={way!r})")
+            kind = draw.choice((fw.nvme.SoftwareController, ForAll))
+            options["controller"] = partial(kind, **how, route=way)
+            self.note(f"controller = {kind.__name__}({how}, route={way!r})")
         shown = {key: value for key, value in options.items() if key not in ("cache", "controller")}
         self.note(
             f"{name} = fw.open({where}, 'r+', {shown}, cache=cache)  "
@@ -399,6 +427,20 @@ def _bytes_of_file(path: Path, offset: int, nbytes: int) -> bytes:
     with open(path, "rb") as file:
         file.seek(offset)
         return file.read(nbytes)
+
+
+def _bytes_between(path: Path, offset: int, nbytes: int) -> bytes:
+    whole = path.read_bytes()
+    if whole[:offset] != b"\xee" * offset or whole[offset + nbytes :] != b"behind":
+        raise Wrong(f"bytes of {path} were stored to that are not the array's")
+    return whole[offset : offset + nbytes]
+
+
+def _bytes_of_replicas(paths: list[Path]) -> bytes:
+    one, other = (path.read_bytes() for path in paths)
+    if one != other:
+        raise Wrong("the replicas differ")
+    return one
 
 
 def _bytes_of_stripes(paths: list[Path], stripe: int, nbytes: int) -> bytes:
