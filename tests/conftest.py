@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from flashwarp._jit import cuda_api
 from flashwarp.errors import DeviceError
 from simulator import budget
+from support import fake_cuda
 from support.samples import EVERYTHING
 
 # The same examples in each run, on a machine of any speed; `make test-all` draws new ones.
@@ -62,6 +65,26 @@ def nothing_compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHWARP_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
         yield
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of checks that find a driver without a GPU; see `support.fake_cuda`."""
+    return fake_cuda.build(tmp_path_factory.mktemp("fake"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    made = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {made.stderr.strip()}")
+    yield folder
+    # Lazily: Linux gives up the files of an io_uring a moment later.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture(autouse=True)

@@ -494,21 +494,6 @@ def test_neighbour_that_cannot_be_written_back_fails_the_read_that_needs_its_fra
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)],
-        capture_output=True,
-        check=False,
-    )
-    if made.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs: {made.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def test_disk_full_while_in_use(small_disk: Path) -> None:
     x = fw.create(
         small_disk / "x.npy", "u4", (1024, 1024), device="cpu", cache="8 MiB", o_direct=False

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,6 @@ from flashwarp.errors import (
     ForkError,
     StorageError,
 )
-from flashwarp.nvme import software as controller
-from flashwarp.nvme.group import ControllerGroup
 from support import fake_cuda
 from support.cuda_arrays import (
     LANE,
@@ -60,28 +58,6 @@ from support.fake_cuda import (
     failing,
     fake,
 )
-
-
-def check_controllers_of_an_array_share_the_cores() -> None:
-    device = gpu()
-    threads = {}
-    with pytest.MonkeyPatch.context() as patch, device:
-        patch.setattr(controller.config, "cores", lambda: 16)
-        for count in (1, 4, 8, 16):
-            plans = [fw.nvme.SoftwareController(route="bounce") for _ in range(count)]
-            members = [fw.storage.Memory(np.zeros(512, np.int64)) for _ in plans]
-            with fw.open(
-                fw.storage.Striped(members, 4096),
-                "r+",
-                "i8",
-                device=device,
-                cache="64 KiB",
-                controller=ControllerGroup(plans),
-            ) as x:
-                services = x.service.services  # type: ignore[attr-defined]
-                threads[count] = {service.threads for service in services}
-    assert threads == {1: {8}, 4: {2}, 8: {1}, 16: {1}}
-
 
 # Asynchronous calls.
 
@@ -118,21 +94,6 @@ def check_rows_for_the_host_are_copied_when_they_have_come() -> None:
         assert read.result().tolist() == [40, 50, 60]
         out = np.zeros(3, np.int64)
         assert x.gather_async([1, 2, 3], out=out).result() is out
-
-
-def check_temporary_memory_is_lent_again() -> None:
-    with open_array() as x:
-        fake().fake_hold(0)
-        for _ in range(9):  # once a seat
-            x.gather_async([1, 2, 3]).result()
-        before = fake().fake_count(b"cuMemAlloc"), fake().fake_count(b"cuMemFree")
-
-        for _ in range(20):
-            x.gather_async([1, 2, 3]).result()
-            x.scatter_async([1, 2], [3, 4]).result()
-
-        assert (fake().fake_count(b"cuMemAlloc"), fake().fake_count(b"cuMemFree")) == before
-    assert fake().fake_live_allocations() == 0
 
 
 def check_calls_overtake_each_other() -> None:
@@ -579,16 +540,6 @@ def check_failure_is_raised_by_the_call_that_waits_for_it() -> None:
                 read.result()
 
 
-def check_next_call_on_a_stream_raises_what_a_kernel_has_noted() -> None:
-    with open_array() as x:
-        fake().fake_hold(0)
-        index, out = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
-        x._turns.join_launch(None)
-        note(x._attachment.launcher.volume.indices, 64)
-        with pytest.raises(BoundsError, match="index 64"):
-            x.gather(index, out=out, stream=1)
-
-
 def check_stream_whose_wait_failed_is_waited_for_again() -> None:
     with open_array() as x:
         index, out = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
@@ -614,28 +565,6 @@ def check_captured_stream_does_not_wait_for_a_future() -> None:
         read.result()
         with capturing(OTHER):
             assert read.before(OTHER) is out, "it is done"
-
-
-def check_future_that_is_done_is_not_kept() -> None:
-    with open_array() as x:
-        fake().fake_hold(0)
-        made = x._attachment.calls
-        read = x.gather_async([1])
-        read.result()
-        made.hurry(read)  # as a thread does that has found it in flight before
-        limit = time.monotonic() + 5
-        while made._wanted and time.monotonic() < limit:
-            time.sleep(0.001)
-        assert not made._wanted
-
-
-def check_scatters_on_streams_of_threads_use_words_of_their_own() -> None:
-    """Handle 2 is another stream in each thread, so no stream orders them."""
-    with open_array() as x:
-        fake().fake_hold(0)
-        word = x._attachment.launcher._word_for_strays
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            assert len({word(2), word(2), pool.submit(word, 2).result(), word(1)}) == 3
 
 
 def check_call_that_was_launched_in_part_keeps_its_seat() -> None:
@@ -893,14 +822,4 @@ def check_calls_in_flight_end_with_a_fault() -> None:
         fake().fake_hold(0)
 
 
-# Running them.
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
-
-
-@fake_cuda.checks(globals())
-def test_cuda(check: Callable[[], None], environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
+test_cuda = fake_cuda.test_of(globals())

@@ -239,11 +239,4 @@ def test_files_under_a_lease(environment: dict[str, str], tmp_path: Path) -> Non
     fake_cuda.run(leased, environment)
 
 
-@fake_cuda.checks(globals())
-def test_on_the_fake_driver(check: Any, environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return fake_cuda.build(tmp_path_factory.mktemp("driver"))
+test_on_the_fake_driver = fake_cuda.test_of(globals())

@@ -70,32 +70,6 @@ def round_trip(**options: Any) -> Any:
     return stats
 
 
-def check_versions_come_back_through_all_tiers() -> None:
-    before = fake().fake_live_allocations()
-    stats = round_trip()
-    assert stats.checkpoints == 30
-    assert sum(stats.restarts_from.values()) == 30
-    # A version that finds no room in a cache passes it by.
-    assert all(0 < stats.flushes[tier] <= 30 for tier in ("gpu", "host"))
-    del stats
-    # The device's streams stay, and two transfer buffers and events in pools; the caches are gone.
-    assert fake().fake_live_allocations() <= before + 3 + 2 + cuda_copier._SWEPT_AT + 3
-
-
-def check_a_gpu_without_a_host_cache_goes_through_staging() -> None:
-    stats = round_trip(host_memory=0)
-    assert stats.flushes == {"gpu": 30}
-
-
-def check_a_host_cache_alone_holds_versions_of_a_gpu() -> None:
-    stats = round_trip(gpu_memory=0)
-    assert stats.flushes == {"host": 30}
-
-
-def check_storage_alone_holds_versions_of_a_gpu() -> None:
-    assert round_trip(gpu_memory=0, host_memory=0).restarts_from == {"ssd": 30}
-
-
 def check_copies_are_cut_where_pinned_pieces_meet() -> None:
     memory.PIECE_BYTES = cuda_copier.PIECE_BYTES = memory._PIECE_BYTES = 64 << 10
     memory._PIECES_MAX = 1 << 20
@@ -195,11 +169,4 @@ def check_a_fault_of_the_gpu_keeps_what_is_on_the_host() -> None:
         assert system.Directory(folder, writable=False).versions("default") == [0]
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return fake_cuda.build(tmp_path_factory.mktemp("fake"))
-
-
-@fake_cuda.checks(globals())
-def test_cuda(check: Callable[[], None], environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
+test_cuda = fake_cuda.test_of(globals())

@@ -11,7 +11,6 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -519,6 +518,4 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**fake_cuda.build(folder), **paths}
 
 
-@fake_cuda.checks(globals())
-def test_cuda(check: Callable[[], None], environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
+test_cuda = fake_cuda.test_of(globals())

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +35,6 @@ from flashwarp.errors import (
     DtypeError,
     ForkError,
 )
-from flashwarp.launch.rows import RowParams
 from support.built_in import launch
 
 
@@ -185,39 +184,6 @@ def test_cpu_streams_and_events_are_always_done(device: CpuDevice) -> None:
     end.wait(timeout_s=0)
 
     assert 0 <= end.elapsed_ms(start) < 10_000
-
-
-class FakePlan:
-    calls: ClassVar[list[tuple[Any, ...]]] = []
-
-    def __init__(self, index: int, threads: int) -> None:
-        self.size = index, threads
-
-    @classmethod
-    def on_cpu(cls, pool: Any, program: Any, index: int, threads: int) -> FakePlan:
-        return cls(index, threads)
-
-    def run(self, *arguments: Any) -> None:
-        self.calls.append((*self.size, *arguments))
-
-
-def test_cpu_launch_hands_bytes_to_the_native_plan(
-    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fw_device.cpu._native, "Plan", FakePlan)
-    memory = object()
-
-    struct = bytes(range(ctypes.sizeof(RowParams)))
-    index = device.built_in("gather_rows").handle[1]
-
-    launch(device, "gather_rows", struct, warps=1, uses=(memory,))
-    launch(device, "gather_rows", struct, warps=1 << 40)
-    launch(device, "gather_rows", struct, warps=0)
-
-    assert FakePlan.calls == [
-        (index, 1, [struct], (memory,)),
-        (index, 2, [struct], ()),
-    ]
 
 
 def test_cpu_launch_of_unknown_kernel_is_refused(device: CpuDevice) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -166,19 +164,6 @@ def test_limit_of(tmp_path: Path, name: str) -> None:
     (outcome,) = nursery.run([nursery.Program(name, PRELUDE + PROGRAMS[name], 40)], tmp_path)
 
     assert (outcome.status, outcome.err, outcome.hung) == (0, "", False), outcome
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=1m", "none", str(disk)]
-    made = subprocess.run(["mount", *options], capture_output=True, text=True, check=False)
-    if made.returncode != 0:
-        pytest.skip(f"no file system can be mounted: {made.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=False)
 
 
 def test_full_disk_loses_nothing_that_fits_later(small_disk: Path) -> None:

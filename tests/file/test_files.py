@@ -75,42 +75,6 @@ def data_of(path: Path, device: Any) -> bytes:
         return f.read(0, CAPACITY + 1)
 
 
-def test_the_host_reads_what_it_has_written(
-    tmp_path: Path, kind: dict[str, Any], options: dict[str, Any]
-) -> None:
-    rng = np.random.default_rng(1)
-    path, model = tmp_path / "f", bytearray()
-    with fw.File.create(path, 0, capacity=CAPACITY, **kind, **options) as f:
-        for _ in range(60):
-            begin = int(rng.integers(0, CAPACITY))
-            data = rng.integers(0, 256, int(rng.integers(0, 9000)), dtype=np.uint8)
-            data = data[: CAPACITY - begin]
-            what = rng.integers(0, 8)
-            if what < 4:
-                assert f.write_from(data, begin) == len(data)
-                if len(data):
-                    model.extend(bytes(max(0, begin + len(data) - len(model))))
-                    model[begin : begin + len(data)] = data.tobytes()
-            elif what == 4 and len(model) + len(data) <= CAPACITY:
-                assert f.append(data) == len(model)
-                model.extend(data.tobytes())
-            elif what == 5:
-                f.truncate(begin)
-                del model[begin:]
-                model.extend(bytes(begin - len(model)))
-            elif what == 6:
-                f.flush()
-            assert f.size == len(model)
-            target = np.full(5000, 7, np.uint8)
-            got = f.read_into(target, begin)
-            assert got == max(0, min(5000, len(model) - begin))
-            assert target[:got].tobytes() == bytes(model[begin : begin + got])
-            assert (target[got:] == 7).all()
-    assert data_of(path, options["device"]) == bytes(model)
-    if not kind:
-        assert path.read_bytes() == bytes(model)
-
-
 def test_kernels_and_the_host_see_one_file(
     tmp_path: Path, kind: dict[str, Any], options: dict[str, Any], device: Any
 ) -> None:
@@ -383,22 +347,6 @@ with fw.File.open({str(path)!r}, device="cpu", shared={name!r}) as f:
             [sys.executable, "-c", other], check=True, timeout=100, capture_output=True, text=True
         )
         assert found.stdout == "TrueFalse"
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of one MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    made = subprocess.run(mount, capture_output=True, check=False)
-    if made.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs: {made.stderr.decode().strip()}")
-    try:
-        yield folder
-    finally:
-        # Lazily: Linux gives up the files of an io_uring a moment later.
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_full_disk_loses_nothing_of_a_sparse_image(small_disk: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import flashwarp as fw
 from flashwarp.errors import BoundsError, StorageError
 from flashwarp.pipeline.engine import BatchEngine, Ring
 from flashwarp.storage import File, Memory
@@ -19,12 +18,6 @@ torch = pytest.importorskip("torch")
 
 ROWS, ROW_BYTES = 4096, 4096
 RING = Ring(1 << 20, 4)
-
-
-@pytest.fixture(scope="module")
-def device():
-    with fw.device.CudaDevice(0) as found:
-        yield found
 
 
 def table(seed: int) -> np.ndarray:

@@ -17,12 +17,6 @@ ROWS = 40_000
 
 
 @pytest.fixture(scope="module")
-def device():
-    with fw.device.CudaDevice(0) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def table(tmp_path_factory) -> tuple[Path, np.ndarray]:
     path = tmp_path_factory.mktemp("deferral") / "a.npy"
     content = np.random.default_rng(7).integers(0, 1 << 30, (ROWS, 1024), np.int32)

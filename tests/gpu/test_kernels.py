@@ -19,12 +19,6 @@ from flashwarp.graphs.reference import reference_distances
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def device():
-    with fw.device.CudaDevice(0) as found:
-        yield found
-
-
 @pytest.fixture(scope="module", params=[12, 17])
 def graph(request, tmp_path_factory):
     pytest.importorskip("scipy")

@@ -12,7 +12,6 @@ pytest.importorskip("torch", reason="torch is not installed")
 import torch
 from torch import nn
 
-import flashwarp as fw
 from flashwarp.torch import offload
 
 pytestmark = [
@@ -24,12 +23,6 @@ pytestmark = [
 
 ROWS, WIDTH = 100_003, 80  # rows of 160 bytes, as those of n-gram tables
 _NAMES = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}
-
-
-@pytest.fixture(scope="module")
-def device():
-    with fw.device.CudaDevice(0) as found:
-        yield found
 
 
 def save(path, tensors, shift=0):

@@ -35,12 +35,6 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def device():
-    with fw.device.CudaDevice(0) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def graph(tmp_path_factory):
     return graphs.load("kron:16", tmp_path_factory.mktemp("graph"))
 

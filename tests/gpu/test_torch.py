@@ -34,12 +34,6 @@ PATHS = {
 }
 
 
-@pytest.fixture(scope="module")
-def device():
-    with fw.device.CudaDevice(0) as found:
-        yield found
-
-
 @pytest.fixture
 def content():
     return np.random.default_rng(7).integers(0, 1 << 30, (ROWS, WORDS), np.int32)

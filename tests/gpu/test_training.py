@@ -38,12 +38,6 @@ PATHS = {
 }
 
 
-@pytest.fixture(scope="module")
-def device():
-    with fw.device.CudaDevice(0) as found:
-        yield found
-
-
 def table(path, dim, device, optimizer, cache="1 MiB", **options):
     fw.torch.create_table(path, ROWS, dim, optimizer=optimizer)
     return fw.torch.Embedding(path, mode="r+", device=device, cache=cache, dim=dim, **options)

@@ -8,7 +8,6 @@ import time
 import numpy as np
 import pytest
 
-import flashwarp as fw
 from flashwarp.errors import ArgumentError, CaptureError, DeviceTimeout
 from flashwarp.transfer import CopyEngine, Direction, TransferClient
 from support.words import Word
@@ -18,12 +17,6 @@ pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def device():
-    with fw.device.CudaDevice(0) as found:
-        yield found
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import ctypes
 import itertools
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -143,11 +142,4 @@ def check_the_rest_of_the_limit_is_a_tier() -> None:
             assert sums["ram"] > 12 * MIB, "buffers, and a tier of what they leave"
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    return fake_cuda.build(tmp_path_factory.mktemp("fake"))
-
-
-@fake_cuda.checks(globals())
-def test_on_a_fake_gpu(check: Callable[[], None], environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
+test_on_a_fake_gpu = fake_cuda.test_of(globals())

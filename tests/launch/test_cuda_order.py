@@ -6,7 +6,6 @@ looks at what is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -160,11 +159,4 @@ def check_many_streams_leave_few_marks() -> None:
         assert fake().fake_count(b"cuEventCreate") - events < 40
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return fake_cuda.build(tmp_path_factory.mktemp("driver"))
-
-
-@fake_cuda.checks(globals())
-def test_order(check: Callable[[], None], environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
+test_order = fake_cuda.test_of(globals())

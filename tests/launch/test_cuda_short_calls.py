@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -491,14 +490,4 @@ def check_a_library_that_another_thread_imports_has_no_stream_yet() -> None:
         assert x.device.idle()
 
 
-# Running them.
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
-
-
-@fake_cuda.checks(globals())
-def test_cuda(check: Callable[[], None], environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
+test_cuda = fake_cuda.test_of(globals())

@@ -158,6 +158,4 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return fake_cuda.build(folder) | {"FOLDER": str(folder)}
 
 
-@fake_cuda.checks(globals())
-def test_loads(check: Any, environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
+test_loads = fake_cuda.test_of(globals())

@@ -21,7 +21,7 @@ from flashwarp.errors import (
     PathError,
     StorageError,
 )
-from flashwarp.loading import contents, moving
+from flashwarp.loading import moving
 from flashwarp.storage import safetensors
 from flashwarp.transfer import pool
 from flashwarp.transfer.buffer import Block
@@ -560,23 +560,6 @@ def test_staging_memory_is_bounded_and_given_back(tmp_path, monkeypatch):
 
     assert 0 < sum(block.nbytes for block in blocks) <= 256 * KIB
     assert all(block.memory.closed for block in blocks)
-
-
-def test_chunks_cover_every_byte_once(tmp_path):
-    write(tmp_path / "x.safetensors", MANY, pad=3)
-    found = contents.contents(tmp_path / "x.safetensors").values()
-    places = {each.name: moving.Place(1 << 40 | i << 32, None) for i, each in enumerate(found)}
-
-    chunks = list(moving._chunks(None, [each for each in found if each.nbytes], places, 16 * KIB))
-
-    covered = {}
-    for chunk in chunks:
-        assert chunk.begin % 4096 == 0
-        assert chunk.end - chunk.begin <= 16 * KIB
-        for piece in chunk.pieces:
-            assert chunk.begin <= piece.offset <= piece.offset + piece.nbytes <= chunk.end
-            covered |= dict.fromkeys(range(piece.address, piece.address + piece.nbytes), piece)
-    assert len(covered) == sum(each.nbytes for each in found)
 
 
 def test_a_terminal_shows_a_line(tmp_path, capsys):

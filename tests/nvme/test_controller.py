@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -282,26 +280,13 @@ def test_system_error_becomes_fault_status(tmp_path: Path, mode: str, engine: st
         assert [e["op"] for e in host.controller.take_errors()] == ["read", "write", "flush"]
 
 
-@contextlib.contextmanager
-def small_file_system(path: Path) -> Iterator[None]:
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system is not permitted")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def test_full_file_system_is_capacity_exceeded(tmp_path: Path) -> None:
-    with small_file_system(tmp_path):
-        with (tmp_path / "f").open("wb") as file:
-            file.truncate(4 * MIB)
-        storage = _native.FileStorage(str(tmp_path / "f"), writable=True)
-        with Host(storage, buffer_nbytes=2 * MIB) as host:
-            assert host.write(0, 1024) == SUCCESS
-            assert host.write(1024, 4096) == CAPACITY_EXCEEDED
-        del storage, host
+def test_full_file_system_is_capacity_exceeded(small_disk: Path) -> None:
+    with (small_disk / "f").open("wb") as file:
+        file.truncate(4 * MIB)
+    storage = _native.FileStorage(str(small_disk / "f"), writable=True)
+    with Host(storage, buffer_nbytes=2 * MIB) as host:
+        assert host.write(0, 1024) == SUCCESS
+        assert host.write(1024, 4096) == CAPACITY_EXCEEDED
 
 
 def test_file_size_limit_is_capacity_exceeded(tmp_path: Path, mode: str, engine: str) -> None:

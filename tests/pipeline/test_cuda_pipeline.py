@@ -38,7 +38,6 @@ from support.cuda_arrays import gpu, stream_of_last_launch
 from support.fake_cuda import fake, report
 
 ROWS, WIDTH = 1000, 96
-FOLDER = "FLASHWARP_TEST_FOLDER"
 
 
 def values() -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -77,68 +76,6 @@ def on_gpu(x: fw.Array, ids: Any) -> DeviceArray:
 def arrived(p: Any) -> Any:
     """The oldest batch."""
     return np.asarray(p.take())
-
-
-def check_rows_pass_the_ring() -> None:
-    rng = np.random.default_rng(1)
-    with opened(depth=3) as (x, p):
-        assert p.explain().route == "ring", p.explain()
-        batches = [rng.integers(0, ROWS, rng.integers(0, 301)) for _ in range(40)]
-        ids = [on_gpu(x, each) if k % 2 and len(each) else each for k, each in enumerate(batches)]
-        for k, each in enumerate(ids):
-            p.prefetch(each)
-            if k >= 2:
-                np.testing.assert_array_equal(arrived(p), values()[batches[k - 2]])
-        assert p.stats.moved["ring, prefetch"].batches == 40
-
-
-def check_ranges_slices_and_negative_rows_of_the_host() -> None:
-    with opened(depth=4) as (_, p):
-        for ids in (slice(10, 300), range(20, 2, -3), [-1, -ROWS, 5]):
-            p.prefetch(ids)
-        for want in (values()[10:300], values()[20:2:-3], values()[[-1, 0, 5]]):
-            np.testing.assert_array_equal(arrived(p), want)
-
-
-def check_rows_are_written_and_read_again() -> None:
-    rng = np.random.default_rng(2)
-    with opened(depth=2) as (x, p):
-        now = values()
-        for turn in range(12):
-            which = rng.permutation(ROWS)[:250]
-            now[which] = turn * 10_000 + np.arange(250 * WIDTH).reshape(250, WIDTH)
-            rows = x.device.empty_array((250, WIDTH), np.int64)
-            x.device.upload(rows.address, now[which])
-            p.write_back(on_gpu(x, which) if turn % 2 else which, rows)
-            p.prefetch(which)
-            np.testing.assert_array_equal(arrived(p), now[which])
-            p.reclaim()
-        p.write_back(slice(3, 5), np.full((2, WIDTH), -1, np.int64))
-        now[3:5] = -1
-        p.flush()
-        np.testing.assert_array_equal(np.fromfile(path(), np.int64).reshape(ROWS, WIDTH), now)
-
-
-def check_batches_that_share_rows_act_in_the_order_of_their_calls() -> None:
-    rng, now, expected = np.random.default_rng(3), values(), []
-    with opened(faults="any delay=3000us p=0.2", depth=4, workers=4) as (x, p):
-        for turn in range(60):
-            which = rng.permutation(ROWS)[: rng.integers(1, 300)]
-            ids = on_gpu(x, which) if turn % 3 == 0 else which
-            if turn % 5 == 0:
-                ids = which = slice(int(which[0]), min(int(which[0]) + 200, ROWS))
-            if rng.random() < 0.5:
-                now[which] = turn * 1_000_000 + np.arange(now[which].size).reshape(-1, WIDTH)
-                rows = x.device.empty_array(now[which].shape, np.int64)
-                x.device.upload(rows.address, now[which])
-                p.write_back(ids, rows)
-            else:
-                p.prefetch(ids)
-                expected.append(now[which].copy())
-            while len(expected) == 4 or (expected and turn == 59):
-                np.testing.assert_array_equal(arrived(p), expected.pop(0))
-        p.flush()
-        np.testing.assert_array_equal(np.fromfile(path(), np.int64).reshape(ROWS, WIDTH), now)
 
 
 def check_what_is_written_is_in_the_storage_after_a_flush_and_after_close() -> None:
@@ -343,11 +280,4 @@ def check_a_destination_that_the_driver_refuses_fails_its_batch() -> None:
             engine.wait("prefetch", ticket)
 
 
-@fake_cuda.checks(globals())
-def test_on_the_fake_driver(check: Any, environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return fake_cuda.build(tmp_path_factory.mktemp("driver"))
+test_on_the_fake_driver = fake_cuda.test_of(globals())

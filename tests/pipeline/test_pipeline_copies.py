@@ -211,25 +211,6 @@ def check_a_file_that_is_registered_in_pieces() -> None:
             np.testing.assert_array_equal(content(x, p.take(), stream), values())
 
 
-def check_tiles() -> None:
-    assert fake().fake_run_streams() == 0
-    device = gpu()
-    data = values()
-    with device, memory(data, "r+", device) as x:
-        stream = device.create_stream()
-        seen = []
-        for tile in fw.Pipeline.tiles(x, 7, writable=True, stream=stream, depth=3):
-            now = np.asarray(tile)
-            seen.append(now)
-            device.upload(tile.address, now * 2, stream)
-        np.testing.assert_array_equal(np.concatenate(seen), values())
-        np.testing.assert_array_equal(data, values() * 2)
-
-        for k, tile in enumerate(fw.Pipeline.tiles(x, 7, writable=True, read=False, stream=stream)):
-            device.upload(tile.address, np.full(tile.shape, k), stream)
-        np.testing.assert_array_equal(data[:, 0], np.arange(ROWS) // 7)
-
-
 def check_a_batch_arrives_behind_the_stores_before_it() -> None:
     with opened("r+") as (_, p, _):
         p.prefetch(slice(0, 3))
@@ -260,11 +241,4 @@ def check_a_write_does_not_overtake_the_read_of_its_rows() -> None:
             each.wait(20)
 
 
-@fake_cuda.checks(globals())
-def test_on_the_fake_driver(check: Any, environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return fake_cuda.build(tmp_path_factory.mktemp("driver"))
+test_on_the_fake_driver = fake_cuda.test_of(globals())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,11 +94,4 @@ def check_client_finds_the_owners_gpu() -> None:
                 fw.Cache(shared="rows", device="cpu")
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return fake_cuda.build(tmp_path_factory.mktemp("fake"))
-
-
-@fake_cuda.checks(globals())
-def test_fake(check: Callable[[], None], environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
+test_fake = fake_cuda.test_of(globals())

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -85,6 +86,20 @@ class Elements {
     array_.prefetch(i);
   }
 
+  // Stores to some element, loads it or prefetches it: of 100 times, `stores`, the rest up to
+  // `loads`, and the rest.
+  void use(Random& random, uint32_t stores = 50, uint32_t loads = 100) {
+    const uint32_t i = pick(random);
+    const uint32_t dice = random.below(100);
+    if (dice < stores) {
+      store(i);
+    } else if (dice < loads) {
+      load(i);
+    } else {
+      prefetch(i);
+    }
+  }
+
   // The caller's part of a kernel that moves many at once.
   uint32_t begin(uint32_t i, bool is_store, T value) {
     return history_.begin(i, is_store, value, first_value(i), true);
@@ -150,5 +165,14 @@ class Elements {
   std::vector<uint32_t> versions_;
   std::vector<uint32_t> initial_;  // versions in the storage before the first store
 };
+
+// Those of all volumes.
+inline std::vector<std::unique_ptr<Elements<>>> elements_of(Machine& machine) {
+  std::vector<std::unique_ptr<Elements<>>> volumes;
+  for (uint32_t v = 0; v < machine.shape().volumes; ++v) {
+    volumes.push_back(std::make_unique<Elements<>>(machine, v));
+  }
+  return volumes;
+}
 
 }  // namespace fw::simulator

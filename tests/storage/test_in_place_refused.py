@@ -9,7 +9,6 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -242,14 +241,7 @@ def check_writers_do_not_wait_for_stripes_that_one_controller_serves() -> None:
                 assert seconds_to_open_for_writing(path) < OPEN_S_MAX
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
-
-
-@fake_cuda.checks(globals())
-def test_in_place(check: Callable[[], None], environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
+test_in_place = fake_cuda.test_of(globals())
 
 
 # The budget.

@@ -79,12 +79,15 @@ def _compiled() -> Path:
     return library
 
 
-def checks(module: dict[str, Any]) -> Any:
-    """Parametrize a test with the functions of a module that are named check_*."""
+def test_of(module: dict[str, Any]) -> Callable[..., None]:
+    """Make the test that runs each function of a module that is named check_*."""
     found = [function for name, function in module.items() if name.startswith("check_")]
-    return pytest.mark.parametrize(
-        "check", found, ids=lambda check: check.__name__.removeprefix("check_")
-    )
+
+    @pytest.mark.parametrize("check", found, ids=lambda each: each.__name__.removeprefix("check_"))
+    def test(check: Callable[[], None], environment: dict[str, str]) -> None:
+        run(check, environment)
+
+    return test
 
 
 @functools.cache

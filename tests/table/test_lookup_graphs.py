@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -122,11 +122,4 @@ def check_a_lost_group_without_a_graph_is_freed() -> None:
         assert fake().fake_live_allocations() == before
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return fake_cuda.build(tmp_path_factory.mktemp("fake"))
-
-
-@fake_cuda.checks(globals())
-def test_on_a_fake_gpu(check: Callable[[], None], environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
+test_on_a_fake_gpu = fake_cuda.test_of(globals())

@@ -11,7 +11,6 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import NoReturn
 
 import numpy as np
@@ -433,11 +432,4 @@ def check_a_forked_child_is_refused() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return fake_cuda.build(tmp_path_factory.mktemp("driver"))
-
-
-@fake_cuda.checks(globals())
-def test_cuda(check: Callable[[], None], environment: dict[str, str]) -> None:
-    fake_cuda.run(check, environment)
+test_cuda = fake_cuda.test_of(globals())

@@ -107,12 +107,7 @@ FW_SCENARIO(clients, "a client gathers resident rows, while the owner stores and
     machine.launch([&](Thread& t) {
       if (t.warp == 0) return client.run(t.index, kWidth);
       for (uint32_t n = 0; n < 4; ++n) {
-        const uint32_t i = data.pick(t.random);
-        if (t.random.chance(50)) {
-          data.store(i);
-        } else {
-          data.load(i);
-        }
+        data.use(t.random);
       }
     });
     data.check();

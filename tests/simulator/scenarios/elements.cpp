@@ -35,10 +35,7 @@ uint64_t load_slowly(const fw::array<uint64_t>& a, uint32_t i, Random& random) {
 
 void use_elements(Run& run, const Shape& shape, uint32_t operations) {
   Machine machine(run, shape);
-  std::vector<std::unique_ptr<Elements<>>> volumes;
-  for (uint32_t v = 0; v < shape.volumes; ++v) {
-    volumes.push_back(std::make_unique<Elements<>>(machine, v));
-  }
+  const auto volumes = elements_of(machine);
   // Threads synchronise with each other, which adds happens-before to the library's own.
   auto* flag = machine.allocate<uint32_t>(1, "flag", Sharing::kAtomic);
   const uint32_t rounds = 1 + run.random.below(2);

@@ -339,10 +339,7 @@ FW_SCENARIO(loads_around, "threads load around the cache what others store, load
   shape.streamed = true;
   if (run.random.chance(20)) draw_faults(run);
   Machine machine(run, shape);
-  std::vector<std::unique_ptr<Elements<>>> volumes;
-  for (uint32_t v = 0; v < shape.volumes; ++v) {
-    volumes.push_back(std::make_unique<Elements<>>(machine, v));
-  }
+  const auto volumes = elements_of(machine);
   const uint32_t operations = kWidth == 1 ? 3 + run.random.below(5) : 1 + run.random.below(4);
   machine.launch([&](Thread& t) {
     for (uint32_t n = 0; n < operations; ++n) {
@@ -369,10 +366,7 @@ FW_SCENARIO(stores_around, "threads store around the cache what others store, lo
   shape.tier_ways = run.random.chance(30) ? 1 + run.random.below(2) : 0;
   if (run.random.chance(20)) draw_faults(run);
   Machine machine(run, shape);
-  std::vector<std::unique_ptr<Elements<>>> volumes;
-  for (uint32_t v = 0; v < shape.volumes; ++v) {
-    volumes.push_back(std::make_unique<Elements<>>(machine, v));
-  }
+  const auto volumes = elements_of(machine);
   // The volume has its whole length, so that no write moves the end.
   auto* state = machine.allocate<fw::file_state>(1, "file state", Sharing::kAtomic);
   state->size = uint64_t(1) << 40;

@@ -60,10 +60,7 @@ void read_while_left(Run& run, Shape shape) {
   shape.path = fw::nvme::kInPlace;
   shape.leased = true;
   Machine machine(run, shape);
-  std::vector<std::unique_ptr<Elements<>>> volumes;
-  for (uint32_t v = 0; v < shape.volumes; ++v) {
-    volumes.push_back(std::make_unique<Elements<>>(machine, v));
-  }
+  const auto volumes = elements_of(machine);
   share_pages(machine);
   machine.beside([&](Random& random) {
     for (uint32_t n = random.below(60); n != 0; --n) scheduler.yield();

@@ -67,12 +67,7 @@ FW_SCENARIO(rows_resident, "gathers of a few resident rows, while others evict t
     machine.launch([&](Thread& t) {
       if (t.warp == 0) return gather.run(t.index, kWidth);
       for (uint32_t n = 0; n < 4; ++n) {
-        const uint32_t i = data.pick(t.random);
-        if (t.random.chance(50)) {
-          data.store(i);
-        } else {
-          data.load(i);
-        }
+        data.use(t.random);
       }
     });
     data.check();
@@ -98,12 +93,7 @@ FW_SCENARIO(rows_streamed, "gathers around the cache, while others store and evi
     machine.launch([&](Thread& t) {
       if (t.warp == 0) return gather.run(t.index, kWidth);
       for (uint32_t n = 0; n < 6; ++n) {
-        const uint32_t i = data.pick(t.random);
-        if (t.random.chance(50)) {
-          data.store(i);
-        } else {
-          data.load(i);
-        }
+        data.use(t.random);
       }
     });
     data.check();

@@ -18,24 +18,12 @@ Shape draw_spread(Random& random, fw::cache::spread spread) {
 // Every thread loads, prefetches and, where there are stores, stores.
 void use_spread(Run& run, Machine& machine, uint32_t stores) {
   const Shape& shape = machine.shape();
-  std::vector<std::unique_ptr<Elements<>>> volumes;
-  for (uint32_t v = 0; v < shape.volumes; ++v) {
-    volumes.push_back(std::make_unique<Elements<>>(machine, v));
-  }
+  const auto volumes = elements_of(machine);
   const uint32_t operations = kWidth == 1 ? 1 + run.random.below(4) : 1 + run.random.below(2);
   for (uint32_t round = 0; round < 2; ++round) {
     machine.launch([&](Thread& t) {
       for (uint32_t n = 0; n < operations; ++n) {
-        Elements<>& data = *volumes[t.random.below(shape.volumes)];
-        const uint32_t i = data.pick(t.random);
-        const uint32_t dice = t.random.below(100);
-        if (dice < stores) {
-          data.store(i);
-        } else if (dice < 85) {
-          data.load(i);
-        } else {
-          data.prefetch(i);
-        }
+        volumes[t.random.below(shape.volumes)]->use(t.random, stores, 85);
       }
     });
     for (auto& data : volumes) data->check();

@@ -206,12 +206,7 @@ FW_SCENARIO(updates, "warps update rows of the same lines while these are evicte
     machine.launch([&](Thread& t) {
       if (t.warp < updating) return table.update(t.index, updating * kWidth);
       for (uint32_t n = 0; n < 4; ++n) {
-        const uint32_t i = others.pick(t.random);
-        if (t.random.chance(50)) {
-          others.store(i);
-        } else {
-          others.load(i);
-        }
+        others.use(t.random);
       }
     });
     others.check();

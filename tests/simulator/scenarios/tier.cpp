@@ -23,24 +23,12 @@ void change_behind(Machine& machine, uint32_t v, Elements<>& data) {
 
 void use_tier(Run& run, const Shape& shape, uint32_t operations) {
   Machine machine(run, shape);
-  std::vector<std::unique_ptr<Elements<>>> volumes;
-  for (uint32_t v = 0; v < shape.volumes; ++v) {
-    volumes.push_back(std::make_unique<Elements<>>(machine, v));
-  }
+  const auto volumes = elements_of(machine);
   const uint32_t stores = run.random.below(50);
   for (uint32_t round = 0; round < 3; ++round) {
     machine.launch([&](Thread& t) {
       for (uint32_t n = 0; n < operations; ++n) {
-        Elements<>& data = *volumes[t.random.below(shape.volumes)];
-        const uint32_t i = data.pick(t.random);
-        const uint32_t dice = t.random.below(100);
-        if (dice < stores) {
-          data.store(i);
-        } else if (dice < 80) {
-          data.load(i);
-        } else {
-          data.prefetch(i);
-        }
+        volumes[t.random.below(shape.volumes)]->use(t.random, stores, 80);
       }
     });
     for (auto& data : volumes) data->check();
