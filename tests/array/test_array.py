@@ -12,7 +12,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ import pytest
 
 import flashwarp as fw
 from flashwarp import _native
-from flashwarp.errors import BoundsError, CacheError, RouteError
-from flashwarp.storage import File, Memory, Replicated, Storage, Striped
+from flashwarp.errors import BoundsError, RouteError
+from flashwarp.storage import Memory
 
 Reference = npt.NDArray[Any]
 
@@ -70,25 +70,6 @@ def churn(x: fw.Array, reference: Reference, rounds: int = 6, seed: int = 1) -> 
     np.testing.assert_array_equal(x[...], reference)
 
 
-def run_threads(use: Callable[[int], None], count: int) -> None:
-    """Call ``use(0)``, ``use(1)``, ... at the same time; raise what the first one raised."""
-    failures: list[BaseException] = []
-
-    def call(number: int) -> None:
-        try:
-            use(number)
-        except BaseException as error:  # raised below, in the caller's thread
-            failures.append(error)
-
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
 @pytest.fixture
 def numbers(tmp_path: Path) -> Iterator[tuple[fw.Array, Reference]]:
     """300 rows of 7 float32 behind a cache of one set."""
@@ -98,150 +79,7 @@ def numbers(tmp_path: Path) -> Iterator[tuple[fw.Array, Reference]]:
         yield x, reference
 
 
-# Geometry.
-
-
-@pytest.mark.parametrize("line", [512, 4096, 65536])
-@pytest.mark.parametrize("row_bytes", [1, 2, 3, 8, 12, 16, 100, 511, 512, 513, 1024, 1300])
-def test_rows_of_every_width_cross_lines(tmp_path: Path, line: int, row_bytes: int) -> None:
-    scaled = row_bytes if row_bytes < 500 else row_bytes * (line // 512) + row_bytes % 2
-    count = max(12, min(600, 12 * line // scaled))
-    reference = random_array((count, scaled), np.uint8)
-    path = tmp_path / "rows.npy"
-    np.save(path, reference)
-    with fw.open(path, "r+", device="cpu", line=line, cache=4 * line) as x:
-        assert x.cache.set_count == 1
-        churn(x, reference, 4)
-    np.testing.assert_array_equal(np.load(path), reference)
-
-
-@pytest.mark.parametrize("ways", [4, 8, 16])
-@pytest.mark.parametrize("sets", [1, 2, 3, 7])
-@pytest.mark.parametrize(("pairs", "depth"), [(1, 2), (3, 4)])
-def test_cache_and_ring_geometries(ways: int, sets: int, pairs: int, depth: int) -> None:
-    reference = random_array((400, 11), np.int32)
-    held = reference.copy()
-    controller = fw.nvme.SoftwareController(queue_pairs=pairs, depth=depth, route="bounce")
-    with (
-        fw.Cache(sets * ways * 512, 512, ways, device="cpu") as small,
-        fw.open(Memory(held), "r+", np.int32, (400, 11), cache=small, controller=controller) as x,
-    ):
-        assert small.set_count == sets
-        churn(x, reference)
-    np.testing.assert_array_equal(held, reference)
-
-
-@pytest.mark.parametrize("o_direct", [True, False])
-@pytest.mark.parametrize("route", ["bounce", "direct"])
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("line", [512, 4096])
-def test_files_by_every_path(
-    tmp_path: Path, o_direct: bool, route: str, aligned: bool, line: int
-) -> None:
-    reference = random_array((257, 19), np.float64)
-    path = tmp_path / "x.npy"
-    if aligned:
-        with fw.create(path, np.float64, (257, 19), device="cpu", cache="64 KiB") as x:
-            x[...] = reference
-    else:
-        np.save(path, reference)
-    np.testing.assert_array_equal(np.load(path), reference)
-    size = path.stat().st_size
-    controller = fw.nvme.SoftwareController(queue_pairs=1, depth=2, route=route)
-    with fw.open(
-        path,
-        "r+",
-        device="cpu",
-        line=line,
-        cache=4 * line,
-        o_direct=o_direct,
-        controller=controller,
-        strict=route,
-    ) as x:
-        churn(x, reference)
-    assert path.stat().st_size == size
-    np.testing.assert_array_equal(np.load(path), reference)
-
-
-def _memory(_: Path, data: Reference) -> Storage:
-    return Memory(bytearray(data.tobytes()))
-
-
-def _file(folder: Path, data: Reference) -> Storage:
-    (folder / "whole").write_bytes(data.tobytes())
-    return File(folder / "whole", writable=True)
-
-
-def _striped(folder: Path, data: Reference) -> Storage:
-    members = []
-    for i in range(3):
-        (folder / f"stripe{i}").write_bytes(bytes(16384))
-        members.append(File(folder / f"stripe{i}", writable=True))
-    storage = Striped(members, 4096, data.nbytes)
-    storage.native.write(0, data.tobytes())
-    return storage
-
-
-def _replicated(folder: Path, data: Reference) -> Storage:
-    members = []
-    for i in range(2):
-        (folder / f"copy{i}").write_bytes(data.tobytes())
-        members.append(File(folder / f"copy{i}", writable=True))
-    return Replicated(members)
-
-
-class ForAll(fw.nvme.SoftwareController):
-    """Serves a striped or replicated storage as a whole: the host splits its commands."""
-
-    serves_members = False
-
-
-@pytest.mark.parametrize("controller", [None, ForAll()], ids=["each", "for all"])
-@pytest.mark.parametrize("make", [_memory, _file, _striped, _replicated])
-def test_storages_of_every_kind(
-    tmp_path: Path, make: Callable[[Path, Reference], Storage], controller: ForAll | None
-) -> None:
-    reference = random_array((333, 33), np.uint16)
-    storage = make(tmp_path, reference)
-    options: dict[str, Any] = {"device": "cpu", "controller": controller}
-    with fw.open(storage, "r+", np.uint16, (333, 33), line=1024, cache=4096, **options) as x:
-        churn(x, reference)
-    with fw.open(storage, "r+", np.uint16, (333, 33), **options) as x:
-        np.testing.assert_array_equal(x[...], reference)
-    if make is _replicated:
-        assert (tmp_path / "copy0").read_bytes() == (tmp_path / "copy1").read_bytes()
-
-
-def test_memory_is_served_in_place() -> None:
-    reference = random_array((500, 3), np.int64)
-    held = reference.copy()
-    with fw.open(
-        Memory(held),
-        "r+",
-        np.int64,
-        (500, 3),
-        device="cpu",
-        line=512,
-        cache=2048,
-        strict="in_place",
-    ) as x:
-        churn(x, reference)
-    np.testing.assert_array_equal(held, reference)
-
-
 # Element types and shapes.
-
-
-@pytest.mark.parametrize(
-    "dtype", ["?", "i1", "<u2", ">u2", "f2", "f4", "<i8", "f8", "c16", "V12", "S3", "f4,i8", RECORD]
-)
-def test_dtypes(tmp_path: Path, dtype: Any) -> None:
-    reference = random_array((701,), dtype)
-    np.save(tmp_path / "x.npy", reference)
-    with fw.open(tmp_path / "x.npy", "r+", device="cpu", line=512, cache=2048) as x:
-        assert x.dtype == np.dtype(dtype)
-        churn(x, reference)
-    np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), reference)
 
 
 def test_array_without_axes(tmp_path: Path) -> None:
@@ -274,113 +112,12 @@ def test_arrays_of_no_bytes(tmp_path: Path, shape: tuple[int, ...]) -> None:
 # Keys.
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        0,
-        -1,
-        np.int32(7),
-        slice(None),
-        slice(5, 90, 7),
-        slice(90, 5, -7),
-        slice(None, None, -1),
-        slice(10, 10),
-        slice(-5, None),
-        slice(1000, 2000),
-        ...,
-        (),
-        (3, 2),
-        (3, -1),
-        (slice(2, 9), 1),
-        (slice(2, 9, 3), slice(None, None, 2)),
-        (..., 0),
-        (4, ...),
-        ([1, 5, 8, -2], 3),
-        [0, 299, -3],
-        [],
-        np.array([[1, 2], [3, -4]]),
-        np.array(9),
-        np.arange(300) % 7 == 3,
-        np.zeros(300, bool),
-        np.arange(5, dtype=np.uint8),
-        [True, False] * 150,
-    ],
-    ids=lambda key: repr(key)[:40],
-)
-def test_keys_mean_what_they_mean_to_numpy(numbers: tuple[fw.Array, Reference], key: Any) -> None:
-    x, reference = numbers
-    expected = reference[key]
-    got = x[key]
-    assert np.shape(got) == np.shape(expected)
-    np.testing.assert_array_equal(got, expected)
-    values = random_array(np.shape(expected), np.float32, 77)
-    x[key] = values
-    reference[key] = values
-    np.testing.assert_array_equal(x[...], reference)
-    x[key] = 3
-    reference[key] = 3
-    np.testing.assert_array_equal(x[...], reference)
-
-
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        slice(3, 290), slice(-200, None), slice(250, 10, -3), slice(7, 7), slice(0, 300, 2),
-        range(3, 290), range(299, -1, -1), range(5, -5, -1), range(4, 4), range(9, 10, 5),
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_gather_of_slices_and_ranges(numbers: tuple[fw.Array, Reference], chosen: Any) -> None:
-    x, reference = numbers
-    expected = reference[np.array(chosen, int) if isinstance(chosen, range) else chosen]
-    out = np.empty_like(expected)
-    x.prefetch(chosen)
-    np.testing.assert_array_equal(x.gather(chosen), expected)
-    assert x.gather(chosen, out=out) is out
-    np.testing.assert_array_equal(out, expected)
-    np.testing.assert_array_equal(x.gather_async(chosen).result(), expected)
-    assert x.stats.bytes_copied == 0
-    assert "ranges" not in str(x.explain())
-
-
-def test_last_of_repeated_values_wins(numbers: tuple[fw.Array, Reference]) -> None:
-    x, _ = numbers
-    x[[4, 9, 4]] = np.arange(21, dtype=np.float32).reshape(3, 7)
-    assert x[4].tolist() == list(range(14, 21))
-    assert x[9].tolist() == list(range(7, 14))
-
-
-def test_last_of_repeated_values_wins_in_part_of_a_row(
-    numbers: tuple[fw.Array, Reference],
-) -> None:
-    x, reference = numbers
-    for held in (x, reference):
-        held[[4, 9, 4], 2:4] = np.arange(6, dtype=np.float32).reshape(3, 2)
-        held[[4, 4], [0, 1]] = [70, 80]
-    np.testing.assert_array_equal(x[...], reference)
-
-
-def test_values_may_have_leading_axes_of_one(numbers: tuple[fw.Array, Reference]) -> None:
-    """As numpy's own assignment has it, and as `keepdims` makes them."""
-    x, reference = numbers
-    for held in (x, reference):
-        held[3] = np.full((1, 7), 5, np.float32)
-        held[10:12] = np.arange(14, dtype=np.float32).reshape(1, 1, 2, 7)
-    np.testing.assert_array_equal(x[...], reference)
-
-
 def test_gather_into_out(numbers: tuple[fw.Array, Reference]) -> None:
     x, reference = numbers
     out = np.full((2, 3, 7), np.nan, np.float32)
     index = np.array([[1, 2, 3], [-1, -2, -3]], np.int32)
     assert x.gather(index, out=out) is out
     np.testing.assert_array_equal(out, reference[index])
-
-
-def test_indices_that_are_not_contiguous(numbers: tuple[fw.Array, Reference]) -> None:
-    x, reference = numbers
-    index = np.arange(300)[::-3]
-    np.testing.assert_array_equal(x.gather(index), reference[index])
 
 
 def test_rows_are_looked_ahead_for_only_where_the_storage_waits(tmp_path: Path) -> None:
@@ -436,65 +173,7 @@ def test_prefetched_rows_are_hits(tmp_path: Path) -> None:
         assert x.stats.hits == before.hits + 32
 
 
-# Several users.
-
-
-def test_threads_share_an_array(numbers: tuple[fw.Array, Reference]) -> None:
-    x, _ = numbers
-
-    def use(part: int) -> None:
-        mine = np.arange(part, 300, 3)
-        random = np.random.default_rng(part)
-        for turn in range(12):
-            where = random.permutation(mine)[:20]
-            x[where] = part * 1000 + turn
-            assert (x.gather(where) == part * 1000 + turn).all()
-        x[mine] = part
-
-    run_threads(use, 3)
-    np.testing.assert_array_equal(x[:, 0], np.arange(300) % 3)
-
-
-@pytest.mark.parametrize("route", ["direct", "bounce"])
-@pytest.mark.parametrize("together", [False, True])
-def test_arrays_share_a_cache(tmp_path: Path, route: str, together: bool) -> None:
-    references = [random_array((200, 30), np.int32, seed) for seed in (1, 2)]
-    with fw.Cache(2048, 512, device="cpu") as shared:
-        arrays = []
-        for i, reference in enumerate(references):
-            np.save(tmp_path / f"{i}.npy", reference)
-            controller = fw.nvme.SoftwareController(queue_pairs=1, depth=2, route=route)
-            arrays.append(fw.open(tmp_path / f"{i}.npy", "r+", cache=shared, controller=controller))
-        # Each one's dirty lines make room for the other's rows.
-        if together:
-            run_threads(lambda i: churn(arrays[i], references[i], 8), 2)
-        else:
-            for turn in range(12):
-                churn(arrays[turn % 2], references[turn % 2], 1, turn)
-        with pytest.raises(CacheError, match="2 arrays use the cache"):
-            shared.close()
-        arrays[0].close()
-        churn(arrays[1], references[1])
-        arrays[1].close()
-    for i, reference in enumerate(references):
-        np.testing.assert_array_equal(np.load(tmp_path / f"{i}.npy"), reference)
-
-
 # Durability.
-
-
-def test_flush_makes_stores_visible_to_others(numbers: tuple[fw.Array, Reference]) -> None:
-    x, reference = numbers
-    path = str(x._attachment.storage.path)
-    x[17] = 9
-    x.flush()
-    reference[17] = 9
-    np.testing.assert_array_equal(np.load(path), reference)
-    with fw.open(path, device="cpu", lock=False) as again:
-        np.testing.assert_array_equal(again[...], reference)
-    written = x.stats.bytes_written
-    x.flush()
-    assert x.stats.bytes_written == written, "a clean cache has nothing to write"
 
 
 def test_dropped_cache_reads_again(numbers: tuple[fw.Array, Reference]) -> None:
@@ -505,14 +184,6 @@ def test_dropped_cache_reads_again(numbers: tuple[fw.Array, Reference]) -> None:
     before = x.stats.bytes_read
     np.testing.assert_array_equal(x[3], reference[3])
     assert x.stats.bytes_read > before
-
-
-def test_bytes_after_the_data_are_never_written(tmp_path: Path) -> None:
-    path = tmp_path / "raw"
-    path.write_bytes(bytes(1000) + b"after")
-    with fw.open(path, "r+", np.uint8, 1000, device="cpu", line=512, cache=2048) as x:
-        x[...] = 7
-    assert path.read_bytes() == b"\x07" * 1000 + b"after"
 
 
 # What it tells.

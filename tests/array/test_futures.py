@@ -78,34 +78,6 @@ def fail_at(storage: Faulty, row: int) -> None:
 # Order.
 
 
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda x: x[1],
-        lambda x: x.gather(np.array([1]))[0],
-        lambda x: x[np.array([1])][0],
-        lambda x: np.asarray(x)[1],
-    ],
-)
-def test_calls_come_behind_asynchronous_stores(x: fw.Array, storage: Faulty, look: Any) -> None:
-    storage.inject(HELD)
-    for value in (-1, -2):
-        x.scatter_async([0, 1, 2], value)
-
-        assert look(x) == value
-
-
-def test_stores_come_behind_asynchronous_calls(x: fw.Array, storage: Faulty) -> None:
-    storage.inject(HELD)
-    before = x.gather_async([1])
-    x.scatter_async([1], -1)
-    x[1] = -2
-    after = x.gather_async([1])
-    x.scatter([1], [-3])
-
-    assert [int(before.result()[0]), int(after.result()[0]), int(x[1])] == [1, -2, -3]
-
-
 def test_unordered_calls_are_waited_for_by_nobody(x: fw.Array, storage: Faulty) -> None:
     storage.inject(HELD)
     late = x.scatter_async([1], -1, ordered=False)
@@ -126,22 +98,6 @@ def test_reads_do_not_wait_for_asynchronous_reads(x: fw.Array, storage: Faulty) 
         assert read.result()[0] == 64 * line
 
 
-def test_own_kernels_come_behind_asynchronous_stores(x: fw.Array, storage: Faulty) -> None:
-    program = fw.compile(
-        """
-        #include "flashwarp/array.cuh"
-        FW_KERNEL get(fw::array<const int64_t> x, int64_t* out) { *out = x[1]; }
-        """,
-        device="cpu",
-    )
-    out = np.zeros(1, np.int64)
-    storage.inject(HELD)
-    x.scatter_async([1], -1)
-    program["get"](x, out, warps=1)
-
-    assert out[0] == -1
-
-
 def test_callback_that_calls_the_array_does_not_wait_for_itself(
     x: fw.Array, storage: Faulty
 ) -> None:
@@ -158,47 +114,6 @@ def test_callback_that_calls_the_array_does_not_wait_for_itself(
 # What is read and stored.
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        np.array([5, -1, 4000, 5]),
-        np.array([[1, 2], [-3, 4]], np.int32),
-        [0, 9],
-        7,
-        [],
-        np.arange(ROWS) % 500 == 3,
-        slice(None),
-        slice(100, 3000),
-        slice(-5, None),
-        slice(10, 10),
-        slice(3000, 100, -7),
-    ],
-    ids=lambda rows: repr(rows)[:30],
-)
-def test_future_has_the_rows(x: fw.Array, rows: Any) -> None:
-    expected = np.arange(ROWS)[rows]
-
-    got = x.gather_async(rows).result()
-
-    assert got.shape == expected.shape
-    assert got.dtype == expected.dtype
-    assert (got == expected).all()
-
-
-@pytest.mark.parametrize("rows", [np.array([8, 3, 4000]), slice(7, 300), slice(7, 300, 5)])
-def test_stored_rows_are_there_when_the_future_is_done(x: fw.Array, rows: Any) -> None:
-    expected = np.arange(ROWS)
-    values = np.arange(len(expected[rows])) - 77
-
-    assert x.scatter_async(rows, values).result() is None
-    expected[rows] = values
-    assert (x[...] == expected).all()
-
-    x.scatter_async(rows, 5).result()
-    expected[rows] = 5
-    assert (x[...] == expected).all()
-
-
 def test_rows_come_where_they_are_wanted(x: fw.Array) -> None:
     out = np.zeros(50, np.int64)
 
@@ -207,34 +122,6 @@ def test_rows_come_where_they_are_wanted(x: fw.Array) -> None:
     assert future.out is out
     assert future.result() is out
     assert (out == np.arange(20, 70)).all()
-
-
-def test_operands_live_until_the_call_has_ended(x: fw.Array, storage: Faulty) -> None:
-    storage.inject(HELD)
-    reads = [x.gather_async(np.arange(k, k + 40)) for k in range(0, 200, 40)]
-    write = x.scatter_async(np.arange(1000, 1100), np.full(100, 9))
-    gc.collect()
-    np.full(1000, -1)  # over memory that was given back too early
-
-    for k, read in zip(range(0, 200, 40), reads, strict=True):
-        assert (read.result() == np.arange(k, k + 40)).all()
-    write.result()
-    assert (x[1000:1100] == 9).all()
-
-
-def test_many_calls_of_many_threads(x: fw.Array) -> None:
-    def use(part: int) -> None:
-        random = np.random.default_rng(part)
-        mine = np.arange(part, ROWS, 3)
-        for turn in range(8):
-            where = random.permutation(mine)[:60]
-            x.scatter_async(where, where * 10 + turn).result()
-            pieces = [x.gather_async(piece) for piece in np.split(where, 6)]
-            got = np.concatenate([piece.result() for piece in pieces])
-            assert (got == where * 10 + turn).all()
-
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        list(pool.map(use, range(3)))
 
 
 # At the same time.
@@ -712,17 +599,6 @@ def test_close_waits_and_results_stay_valid(storage: Faulty) -> None:
         x.scatter_async([0], 1)
 
 
-def test_flush_covers_stores_made_before(x: fw.Array, storage: Faulty) -> None:
-    storage.inject(HELD)
-    for row in range(0, 400, 10):
-        x.scatter_async([row], [-row])
-
-    x.flush()
-
-    held = np.fromfile(str(storage.path), "i8")
-    assert (held[0:400:10] == -np.arange(0, 400, 10)).all()
-
-
 def test_array_lost_with_calls_in_flight(storage: Faulty) -> None:
     storage.inject(HELD)
     x = open_array(storage)
@@ -737,19 +613,6 @@ def test_array_lost_with_calls_in_flight(storage: Faulty) -> None:
     assert seen() is None
     assert any(issubclass(warning.category, ResourceWarning) for warning in told)
     assert read.result() == [64]
-
-
-def test_neighbour_on_the_cache_closes_meanwhile(tmp_path: Path, storage: Faulty) -> None:
-    np.arange(ROWS).tofile(tmp_path / "g")
-    with fw.Cache("4 KiB", 512, device="cpu") as shared:
-        with fw.open(storage, "r+", "i8", cache=shared) as x:
-            for _ in range(5):
-                with fw.open(tmp_path / "g", "r+", dtype="i8", cache=shared) as y:
-                    y[...] = y[...] + 1
-                    reads = [x.gather_async(np.arange(k, ROWS, 16)) for k in range(4)]
-                for k, read in enumerate(reads):
-                    assert (read.result() == np.arange(k, ROWS, 16)).all()
-        assert (np.fromfile(tmp_path / "g", "i8") == np.arange(ROWS) + 5).all()
 
 
 def test_stream_of_the_cpu_has_waited(x: fw.Array, storage: Faulty) -> None:

@@ -336,47 +336,6 @@ def cube() -> Iterator[tuple[fw.Array, Reference]]:
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        # Each selected something else, or was refused.
-        ([0, 1], [1, 2]),
-        ([[0], [6]], [1, 2], -1),
-        ([0, 1], slice(None), [1, 2]),  # axes of index arrays that a slice parts come first
-        (None, [0, 1], slice(None), 3),
-        (slice(2, 5), [1, 2], None),
-        (np.arange(35).reshape(7, 5) % 3 == 0,),
-        (slice(None), np.arange(30).reshape(5, 6) % 4 == 0),
-        (np.arange(7) % 2 == 0, [0, 1, 2, 3]),
-        np.arange(210).reshape(7, 5, 6) % 11 == 0,
-        (..., -1),
-        (slice(None, None, -2), ..., np.int8(2)),
-        (3, ..., 2, 1),
-        (3, 2, 1),
-        ([], 3),
-        np.ix_([3, 1], [4, 0, 2]),
-        [[3, 3], [-1, 0]],
-    ],
-    ids=lambda key: repr(key).replace("\n", "")[:60],
-)
-@pytest.mark.parametrize("key_bytes", ["1", "600", "67108864"])
-def test_keys_of_several_axes(
-    cube: tuple[fw.Array, Reference], key: Any, key_bytes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLASHWARP_KEY_BYTES", key_bytes)
-    x, model = cube
-
-    assert same(x[key], model[key])
-
-    values = -np.arange(model[key].size).reshape(model[key].shape)
-    x[key] = values
-    model[key] = values
-    assert same(x[...], model)
-    x[key] = 3.75
-    model[key] = 3.75
-    assert same(x[...], model)
-
-
-@pytest.mark.parametrize(
     ("key", "error", "words"),
     [
         ("key", IndexDtypeError, r"x\[rows\]\['field'\]"),

@@ -2,9 +2,8 @@
 
 import pytest
 
-from benchmarks.base import Record, by_kind, bytes_of, listed
+from benchmarks.base import Record, by_kind, bytes_of
 from flashwarp.device import resolve
-from flashwarp.errors import ArgumentError
 
 
 @pytest.fixture
@@ -28,13 +27,6 @@ def test_what_would_begin_too_late_is_left_out_by_name(record, capsys):
     assert record.is_late("second")
     assert record.settings["left out"] == {"second": "no time was left"}
     assert "left out: second: no time was left" in capsys.readouterr().out
-
-
-def test_names_of_an_option_are_parted_by_commas():
-    assert listed("parts", "a, b,c") == ["a", "b", "c"]
-    assert listed("parts", "a,b", ("b", "a")) == ["a", "b"]
-    with pytest.raises(ArgumentError, match="parts='a,x': 'x' is none of a, b"):
-        listed("parts", "a,x", ("a", "b"))
 
 
 def test_options_that_are_not_given_depend_on_the_device():

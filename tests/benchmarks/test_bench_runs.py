@@ -14,7 +14,6 @@ import pytest
 import benchmarks
 from benchmarks import BENCHES, small_memory
 from benchmarks.arrays import arrays, defaults, vectoradd, vectoradd_files
-from benchmarks.drives import tiers
 from benchmarks.graphs import bfs, cc, spmv
 from benchmarks.kernels import ctc, registers
 from benchmarks.tables import dlrm, ngrams
@@ -203,18 +202,6 @@ def test_every_part_of_the_graph_benchmarks(tmp_path, bench):
         assert part in names, part
 
 
-@pytest.mark.parametrize("bench", [bfs, cc])
-def test_graphs_over_modelled_drives_say_so(tmp_path, bench):
-    rows = right(
-        bench.run("cpu", tmp_path, graph="kron:10", parts="drives,kinds,queue_pairs", runs=1)
-    )
-
-    assert all("modelled drive" in name for name in rows)
-    assert [name for name in rows if name.endswith("each kind")] == [
-        f"4 modelled drives {kind}, each kind" for kind in ("P5800X", "PM1735", "980 Pro")
-    ]
-
-
 def test_graph_benchmarks_refuse_parts_that_are_none(tmp_path):
     with pytest.raises(ArgumentError, match="'tape' is none of memory, file"):
         bfs.run("cpu", tmp_path, parts="memory,tape")
@@ -255,15 +242,6 @@ def test_vectors_of_whole_lines_and_of_others(tmp_path, gib):
     assert set(report.settings["files"]["paths"]) == {"a", "b", "c"}
 
 
-@pytest.mark.parametrize(("storage", "files"), [("memory", False), ("file", True)])
-def test_vectors_are_added_where_they_shall_be(tmp_path, storage, files):
-    rows = right(
-        vectoradd.run("cpu", tmp_path, gib=1 / 1024, cache="256 KiB", storage=storage, runs=1)
-    )
-
-    assert {name.startswith("files") for name in rows} == {files}
-
-
 def test_sums_that_stay_out_of_the_file_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(vectoradd_files, "_write", lambda file, memory, offset: None)
     report = vectoradd.run(
@@ -281,11 +259,6 @@ def test_vectors_refuse_what_they_cannot_use(tmp_path, options, told):
         vectoradd.run("cpu", tmp_path, **options)
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_sums_of_loads_that_run_ahead(ahead):
-    right(ctc.run("cpu", threads=3, blocks=5, ahead=ahead, model="none", runs=1))
-
-
 @pytest.mark.parametrize(
     ("kernels", "count"), [(vectoradd.KERNELS, 3), (ctc.KERNELS, 2)], ids=["vectoradd", "ctc"]
 )
@@ -301,15 +274,6 @@ def test_kernels_take_at_most_20_registers_more_than_on_plain_memory():
     for name, row in rows.items():
         assert " 0 bytes of spills" in row.note, name
         assert row.value - row.reference <= 20, name
-
-
-def test_tiers_and_drives_give_the_right_rows():
-    rows = right(tiers.run("cpu", mib=2, rows=300, runs=1))
-
-    assert all(row.checked for row in rows.values())
-    assert [name for name in rows if "drives" in name] == [
-        f"stripes over {n} drives" for n in (1, 2, 4, 8)
-    ]
 
 
 @pytest.mark.parametrize("memory", ["", "300 MiB"])

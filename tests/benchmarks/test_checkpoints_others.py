@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is an extra")
 
 from benchmarks.base import Record
-from benchmarks.checkpoints import checkpoints, others
+from benchmarks.checkpoints import others
 from benchmarks.checkpoints.shots import Links, sizes_of
 from flashwarp.device import resolve
 
@@ -97,16 +97,3 @@ def test_a_torch_whose_stager_closes_its_copier_saves_twice(
 
     assert "left out" not in report.settings
     assert len(closed) == 2
-
-
-def test_a_part_of_the_other_ways_runs_alone(tmp_path: Path) -> None:
-    small = {"mib": 3, "steps": 12, "state": "1 MiB", "runs": 1, "intervals_ms": "0.1"}
-
-    report = checkpoints.run("cpu", tmp_path, parts="others", ways="save,load", **small)
-
-    assert [row.name for row in report.rows] == [
-        "a state saved, with room in the GPU cache",
-        "torch.load of each",
-        "a state saved, beside torch.save",
-    ]
-    assert report.wrong == []

@@ -9,12 +9,10 @@ import pytest
 import flashwarp as fw
 from benchmarks.graphs.solve import KERNELS, Components, Product, Reader, Search
 from flashwarp import graphs
-from flashwarp._jit.compiler import Source, compile_source
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError, ClosedError
 from flashwarp.graphs import Edges, EdgeSource, Rows
 from flashwarp.graphs.reference import reference_components, reference_distances
-from support.architectures import ARCHITECTURES
 
 WAYS = ["cached", "in_place", "plain", "by_warp", "naive", "uncached"]
 
@@ -139,15 +137,6 @@ def test_nothing_is_in_place_where_it_may_be_written_or_a_drive_is_modelled(kron
         _ = file.in_place
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_answers_on_an_ordered_graph_are_by_label(program, kron, ordered, way):
-    matrix = kron.matrix()
-    expected = reference_distances(matrix, kron.pick_sources(1, seed=1)[0])
-
-    np.testing.assert_array_equal(distances_of(program, ordered, way), expected)
-    np.testing.assert_array_equal(labels_of(program, ordered, way), reference_components(matrix))
-
-
 def test_search_from_a_file_reads_less_by_degree(alone, tmp_path):
     (device, program), read = alone, {}
     for by_degree in (False, True):
@@ -205,16 +194,6 @@ def test_product_is_that_of_scipy_and_a_wrong_one_is_told(program, kron):
         reader.solve(product, "cached")
 
         assert not product.right()
-
-
-@pytest.mark.parametrize("line", [512, 4096, 65536])
-@pytest.mark.parametrize("ahead", [0, 1, 7])
-def test_search_over_lines_of_any_size_and_reading_ahead(program, kron, line, ahead):
-    expected = reference_distances(kron.matrix(), kron.pick_sources(1, seed=1)[0])
-
-    found = distances_of(program, kron, "cached", line=line, cache="1 MiB", ahead=ahead)
-
-    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("way", ["cached", "in_place", "plain"])
@@ -275,26 +254,9 @@ def test_chunks_begin_in_the_list_that_has_their_first_entry(tmp_path):
         assert (entry < graph.offsets[first.astype(np.int64) + 1]).all()
 
 
-def test_graph_without_edges_has_no_rows(tmp_path):
-    graph = graphs.write_csr(EdgeSource(5, [], symmetric=True), tmp_path)
-
-    with (
-        fw.create(tmp_path / "x.npy", "uint32", 4, device="cpu", cache="64 KiB") as other,
-        pytest.raises(ArgumentError, match="without edges"),
-    ):
-        Rows(graph, other)
-
-
 def test_array_that_is_not_the_lists_of_the_graph_is_refused(tmp_path, kron):
     with (
         fw.create(tmp_path / "x.npy", "uint32", 4, device="cpu", cache="64 KiB") as other,
         pytest.raises(ArgumentError, match="4 elements"),
     ):
         Rows(kron, other)
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_kernels_compile_for_gpus(arch):
-    kernels = compile_source(arch, Source.read(KERNELS)).kernels
-
-    assert len(kernels) == 16

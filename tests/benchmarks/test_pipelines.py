@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from benchmarks.pipelines import lines as pipelines_lines  # noqa: E402 (needs torch)
 from benchmarks.pipelines import pipelines  # noqa: E402
 from benchmarks.pipelines import staging as pipelines_staging  # noqa: E402
-from benchmarks.pipelines.host import Ahead, Behind, Loops, cut  # noqa: E402
+from benchmarks.pipelines.host import Ahead, Behind, Loops  # noqa: E402
 from flashwarp.errors import ArgumentError  # noqa: E402
 
 
@@ -44,27 +44,6 @@ def test_baseline_reads_and_copies_pieces_in_their_order(loops, file):
 def test_baseline_that_fails_says_so(loops, file):
     with pytest.raises(OSError, match="a baseline failed"):
         loops.read(file, np.zeros(8, np.uint8), np.array([0, 4000]), 4)
-
-
-def test_batches_come_in_their_order_and_are_written_behind(loops, file):
-    def fill(into, rows):
-        loops.read(file, into, *cut(rows.start * 40, len(rows) * 40))
-        return len(rows)
-
-    def drain(data, rows):
-        loops.write(file, data, *cut(rows.start * 40, len(rows) * 40))
-
-    batches = [range(k, min(k + 7, 100)) for k in range(0, 100, 7)]
-    behind = Behind(torch, "cpu", (7, 10), torch.int32, drain)
-    seen = []
-    for rows, which in Ahead(torch, "cpu", (7, 10), torch.int32, fill).iterate(batches):
-        seen.append(rows.clone())
-        behind.write(rows + 1, which)
-    behind.close()
-
-    assert torch.cat(seen).view(-1).tolist() == list(range(1000))
-    found = np.frombuffer(os.pread(file, 4000, 0), np.int32)
-    np.testing.assert_array_equal(found, np.arange(1, 1001))
 
 
 def test_errors_of_the_baselines_threads_are_raised():
@@ -114,6 +93,20 @@ def test_parts_and_ways_that_are_none_are_refused(tmp_path):
         small(tmp_path, parts="rows", storages="memory,disk")
 
 
+def test_wrong_writes_and_wrong_staging_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(Loops, "write", lambda *_: None)
+    monkeypatch.setattr(pipelines_staging, "_NBYTES", 1 << 20)
+    monkeypatch.setattr(pipelines_staging.BatchEngine, "wait", lambda *_: None)
+    monkeypatch.setattr(pipelines_staging.BatchEngine, "submit", lambda *_: 1)
+
+    wrong = small(tmp_path, parts="where").wrong
+
+    assert any("writes, page cache, pwrite" in name for name in wrong)
+    assert any("writes, page cache, the engine" in name for name in wrong)
+    assert sum("workers that" in name for name in wrong) == 4
+    assert not any("reads, page cache" in name or "controller" in name for name in wrong)
+
+
 def test_lines_are_counted():
     def step(features, model):
         """Do nothing much."""
@@ -128,17 +121,3 @@ def test_lines_are_counted():
 
     assert pipelines_lines.lines_that_mention(step) == 2
     assert pipelines_lines.code_lines(step) == 8
-
-
-def test_wrong_writes_and_wrong_staging_are_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(Loops, "write", lambda *_: None)
-    monkeypatch.setattr(pipelines_staging, "_NBYTES", 1 << 20)
-    monkeypatch.setattr(pipelines_staging.BatchEngine, "wait", lambda *_: None)
-    monkeypatch.setattr(pipelines_staging.BatchEngine, "submit", lambda *_: 1)
-
-    wrong = small(tmp_path, parts="where").wrong
-
-    assert any("writes, page cache, pwrite" in name for name in wrong)
-    assert any("writes, page cache, the engine" in name for name in wrong)
-    assert sum("workers that" in name for name in wrong) == 4
-    assert not any("reads, page cache" in name or "controller" in name for name in wrong)

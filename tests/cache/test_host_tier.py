@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import flashwarp as fw
 from flashwarp.cache.sizes import TierShape
 from flashwarp.errors import ArgumentError, CacheError, ControllerTimeout, StorageError
-from flashwarp.storage import File, Memory, Replicated, Storage
+from flashwarp.storage import File, Memory, Storage
 from flashwarp.testing import Faulty
 
 LINE = 512
@@ -223,70 +220,6 @@ def test_mapped_lines_stay_out() -> None:
         other.close()
         mapped.drop_cache()
         mapped.close()
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_any_operations_through_any_tier(data: st.DataObject) -> None:
-    sets = data.draw(st.integers(1, 3))
-    tier = data.draw(st.integers(1, 40))
-    path = data.draw(st.sampled_from(["bounce", "direct"]))
-    count = data.draw(st.integers(1, 2))
-    replicas = data.draw(st.sampled_from([1, 1, 2]))
-    content = [np.random.default_rng(n).integers(1, 255, 9000, dtype=np.uint8) for n in range(2)]
-    with contextlib.ExitStack() as stack:
-        capacity, host_memory = sets * WAYS * LINE, sets * tier * LINE
-        cache = stack.enter_context(
-            fw.Cache(capacity, line=LINE, device="cpu", host_memory=host_memory)
-        )
-        drives = [Replicated([Memory(c.copy()) for _ in range(replicas)]) for c in content[:count]]
-        options: dict[str, Any] = {"cache": cache, "controller": plan(path)}
-        arrays = [stack.enter_context(fw.open(d, "r+", "u1", **options)) for d in drives]
-        held = [c.copy() for c in content]
-        for _ in range(data.draw(st.integers(1, 25))):
-            n = data.draw(st.integers(0, count - 1))
-            x, model = arrays[n], held[n]
-            begin = data.draw(st.integers(0, len(model) - 1))
-            end = data.draw(st.integers(begin + 1, min(len(model), begin + 3000)))
-            match data.draw(
-                st.sampled_from(["store", "load", "load", "rows", "prefetch", "flush", "drop"])
-            ):
-                case "store":
-                    value = data.draw(st.integers(0, 255))
-                    x[begin:end] = value
-                    model[begin:end] = value
-                case "load":
-                    np.testing.assert_array_equal(x[begin:end], model[begin:end])
-                case "rows":
-                    rows = np.arange(begin, end, 100)
-                    np.testing.assert_array_equal(x.gather(rows), model[rows])
-                case "prefetch":
-                    x.prefetch(slice(begin, end))
-                case "flush":
-                    x.flush()
-                case "drop":
-                    x.drop_cache()
-        for x, model in zip(arrays, held, strict=False):
-            np.testing.assert_array_equal(x[:], model)
-    for d, model in zip(drives, held, strict=False):
-        assert {drive.read(0, len(model)) for drive in d.members} == {model.tobytes()}
-
-
-@pytest.mark.parametrize("policy", ["clock", "lru", "fifo", "sieve", "s3_fifo", "random"])
-def test_every_policy_feeds_the_tier(policy: str) -> None:
-    random = np.random.default_rng(3)
-    content = random.integers(0, 255, 100 * LINE, dtype=np.uint8)
-    with opened(
-        Memory(content.copy()), "u1", tier=40, device="cpu", cache=2 * WAYS * LINE, policy=policy
-    ) as x:
-        held = content.copy()
-        for _ in range(15):
-            where = random.integers(0, len(held), 50)
-            x[where] = 3
-            held[where] = 3
-            some = random.integers(0, len(held), 300)
-            np.testing.assert_array_equal(x.gather(some), held[some])
-        assert x.stats.tier_hits > 0
 
 
 def test_metadata_grows_with_the_tier_only() -> None:

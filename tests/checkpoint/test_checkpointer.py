@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import flashwarp as fw
 from checkpoint.faults import WAIT_S, Faults, Opener
 from flashwarp.checkpoint import flushing
 from flashwarp.checkpoint.checkpointer import Checkpointer
@@ -63,46 +62,6 @@ def assert_restores(checkpointer: Checkpointer, state: Array, version: int) -> N
 # Writing and reading.
 
 
-@pytest.mark.parametrize("order", ["sequential", "reverse", "irregular"])
-@pytest.mark.parametrize("hints", ["none", "single", "all"])
-def test_each_version_comes_back(opened: Opener, order: str, hints: str) -> None:
-    checkpointer = opened()
-    state = history(checkpointer, 40)
-    versions = list(range(40))
-    if order == "reverse":
-        versions.reverse()
-    elif order == "irregular":
-        np.random.default_rng(7).shuffle(versions)
-    if hints == "all":
-        for version in versions:
-            checkpointer.prefetch_enqueue(version)
-        checkpointer.prefetch_start()
-
-    for version in versions:
-        if hints == "single":
-            checkpointer.prefetch_enqueue(version)
-        assert_restores(checkpointer, state, version)
-
-    card = checkpointer.stats.hints
-    assert card.hints == card.honoured == (0 if hints == "none" else 40)
-    assert checkpointer.versions() == list(range(40))
-
-
-def test_versions_survive_the_checkpointer(opened: Opener) -> None:
-    with opened() as checkpointer:
-        history(checkpointer, 10)
-
-    again = opened()
-    state = np.zeros(COUNT)
-    again.protect("state", state)
-
-    assert again.versions() == list(range(10))
-    assert (again.test(), again.test(7), again.test(0)) == (9, 7, 0)
-    assert again.recover_size(3, "state") == COUNT * 8
-    for version in (9, 0, 5):
-        assert_restores(again, state, version)
-
-
 def test_the_future_is_done_when_the_version_is_durable(opened: Opener, faults: Faults) -> None:
     checkpointer = opened()
     checkpointer.protect("state", np.zeros(COUNT))
@@ -117,44 +76,6 @@ def test_the_future_is_done_when_the_version_is_durable(opened: Opener, faults: 
 
     assert saved.result(timeout=WAIT_S) == 3
     checkpointer.wait(3)
-
-
-def test_a_version_is_safe_from_changes_once_checkpoint_returns(
-    opened: Opener, faults: Faults
-) -> None:
-    checkpointer = opened()
-    faults.hold()
-    state = history(checkpointer, 3)
-    state[:] = 1e9
-    faults.release()
-
-    for version in range(3):
-        assert_restores(checkpointer, state, version)
-
-
-def test_an_overlapped_checkpoint_reads_the_arrays_until_wait_staged(opened: Opener) -> None:
-    checkpointer = opened()
-    state = np.zeros(COUNT)
-    checkpointer.protect("state", state)
-    for version in range(20):
-        checkpointer.wait_staged()
-        state[:] = version + 1
-        checkpointer.checkpoint(version, overlap=True)
-    checkpointer.wait_staged()
-
-    for version in range(20):
-        assert_restores(checkpointer, state, version)
-
-
-def test_a_version_whose_flush_is_pending_can_be_restored(opened: Opener, faults: Faults) -> None:
-    checkpointer = opened()
-    faults.hold()
-    state = history(checkpointer, 6)
-    faults.until_waiting()
-
-    for version in reversed(range(6)):
-        assert_restores(checkpointer, state, version)
-    assert checkpointer.stats.stored_bytes == 0
 
 
 def test_histories_of_different_names_are_apart(opened: Opener) -> None:
@@ -191,17 +112,6 @@ def test_some_regions_are_saved_and_restored(opened: Opener) -> None:
     assert (a[0], b[0]) == (1, 2)
     assert restored["a"] is a
     assert [region.name for region in checkpointer.regions(1)] == ["b"]
-
-
-def test_regions_are_restored_into_other_arrays(opened: Opener) -> None:
-    checkpointer = opened()
-    state = history(checkpointer, 2)
-    other = np.zeros(COUNT)
-
-    restored = checkpointer.restart(0, into={"state": other})
-
-    assert restored["state"] is other
-    assert (other[0], state[0]) == (1, 2)
 
 
 def test_a_region_that_is_not_protected_is_restored_into_a_new_array(opened: Opener) -> None:
@@ -280,17 +190,6 @@ def test_a_version_larger_than_a_cache_goes_to_the_next_tier(opened: Opener) -> 
     stats = checkpointer.stats
     assert stats.bypassed["oversized"] == 3
     assert stats.restarts_from == {"gpu": 0, "host": 1, "ssd": 1}
-
-
-@pytest.mark.parametrize("caches", [(0, "256 KiB"), ("64 KiB", 0), (0, 0)])
-def test_each_cache_can_be_left_out(opened: Opener, caches: tuple[int | str, int | str]) -> None:
-    checkpointer = opened(*caches)
-    state = history(checkpointer, 20)
-
-    for version in range(20):
-        checkpointer.prefetch_enqueue(version)
-    for version in range(20):
-        assert_restores(checkpointer, state, version)
 
 
 def test_prefetches_bring_versions_before_they_are_restored(opened: Opener) -> None:
@@ -836,7 +735,3 @@ def test_threads_share_a_checkpointer(opened: Opener) -> None:
 
     assert failures == []
     assert len(checkpointer.versions()) == 60
-
-
-def test_it_is_a_public_name() -> None:
-    assert fw.Checkpointer is Checkpointer

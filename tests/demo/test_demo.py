@@ -19,7 +19,7 @@ from flashwarp.demo.check import CheckFailed, check_equal
 from flashwarp.demo.progress import Steps
 from flashwarp.demo.report import DemoResult, as_dict, draw, text
 from flashwarp.device import resolve
-from flashwarp.errors import ArgumentError, DeviceError, FileFormatError
+from flashwarp.errors import ArgumentError, FileFormatError
 from flashwarp.probe.disk import (
     create_npy,
     direct_reads_work,
@@ -28,7 +28,7 @@ from flashwarp.probe.disk import (
     resident_fraction,
 )
 from flashwarp.probe.link import LinkRates, compile_pull
-from flashwarp.probe.text import aligned, binary, thousands
+from flashwarp.probe.text import binary, thousands
 
 
 @pytest.fixture
@@ -87,27 +87,6 @@ def test_search_from_file_finds_the_distances_of_a_plain_search(tmp_path, cpu):
         assert [level.frontier for level in levels] == np.bincount(reached).tolist()
 
 
-def test_search_of_a_path_has_as_many_levels_as_vertices(tmp_path, cpu):
-    n = 40
-    lists = [[v for v in (u - 1, u + 1) if 0 <= v < n] for u in range(n)]
-    offsets = np.cumsum([0] + [len(one) for one in lists]).astype(np.uint64)
-    neighbours = np.concatenate(lists).astype(np.int32)
-
-    distances, levels = save_and_search(tmp_path, cpu, offsets, neighbours, 0, cache="64 KiB")
-
-    np.testing.assert_array_equal(distances, np.arange(n))
-    assert len(levels) == n
-
-
-def test_search_leaves_other_components_unreached(tmp_path, cpu):
-    offsets = np.array([0, 1, 2, 3, 4, 4], dtype=np.uint64)
-    neighbours = np.array([1, 0, 3, 2], dtype=np.int32)
-
-    distances, _ = save_and_search(tmp_path, cpu, offsets, neighbours, 2, cache="64 KiB")
-
-    assert distances.tolist() == [graph.UNREACHED, graph.UNREACHED, 0, 1, graph.UNREACHED]
-
-
 def test_search_passes_over_neighbours_that_are_no_vertices(tmp_path, cpu):
     offsets = np.array([0, 2, 3], dtype=np.uint64)
     neighbours = np.array([1, 2_000_000_000, 0], dtype=np.int32)
@@ -115,12 +94,6 @@ def test_search_passes_over_neighbours_that_are_no_vertices(tmp_path, cpu):
     distances, _ = save_and_search(tmp_path, cpu, offsets, neighbours, 0, cache="64 KiB")
 
     assert distances.tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("offsets", [[0, 2], [0, 5, 4], [1, 4], [0]])
-def test_offsets_that_do_not_fit_the_neighbours_are_refused(tmp_path, offsets):
-    with pytest.raises(FileFormatError, match="offsets"):
-        save_graph(tmp_path, offsets, np.zeros(4))
 
 
 def test_neighbours_of_another_graph_are_refused(tmp_path, cpu):
@@ -205,15 +178,6 @@ def test_column_files_are_what_numpy_loads(flights, tmp_path):
 
     for name, column in flights.items():
         np.testing.assert_array_equal(np.load(paths[name]), column)
-
-
-def test_missing_values_become_nan_in_both_spellings():
-    header = list(table.NUMERIC_COLUMNS)
-    lines = iter([header, ["1"] * len(header), ["NA", *[""] * (len(header) - 1)]])
-
-    columns = table._parse(lines)
-
-    assert all(column[0] == 1 and math.isnan(column[1]) for column in columns.values())
 
 
 def query_in_a_loop(key, columns, minimum):
@@ -384,45 +348,6 @@ def fake_torch():
     )
 
 
-def test_torch_that_finds_no_gpu_is_named(monkeypatch):
-    torch = fake_torch()
-    torch.cuda.is_available = lambda: False
-    monkeypatch.setitem(sys.modules, "torch", torch)
-
-    assert features._find_torch() == (None, "torch finds no GPU")
-
-
-def test_a_slow_way_is_not_asked_for_more_rows(tmp_path, cpu, monkeypatch):
-    monkeypatch.setattr(features, "_on_gpu", lambda _: True)
-    monkeypatch.setattr(features, "_CALL_SECONDS_MAX", 0.0)
-    path = tmp_path / "features.npy"
-    features.write_table(path, SMALL.rows, SMALL.columns)
-
-    rates, _ = features._from_disk(path, SMALL, cpu)
-
-    assert [rate.call_rows for rate in rates if rate.how == features.MEMMAP] == [1]
-    assert [rate.call_rows for rate in rates if rate.how == features.OURS] == [1, 64, 256]
-
-
-def test_table_that_cannot_be_pinned_is_named(tmp_path, cpu, monkeypatch):
-    allocate = cpu.allocate_host
-
-    def refuse(nbytes, alignment=4096):
-        if nbytes == 16 << 20:
-            raise DeviceError(f"{nbytes} bytes of pinned memory are too many")
-        return allocate(nbytes, alignment)
-
-    monkeypatch.setattr(cpu, "allocate_host", refuse)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    path = tmp_path / "features.npy"
-    features.write_table(path, SMALL.rows, SMALL.columns)
-
-    rates, missing, _ = features.from_page_cache(path, SMALL, cpu, compile_pull(cpu))
-
-    assert features.UVA not in [rate.how for rate in rates]
-    assert missing[0] == f"{features.UVA}: 16777216 bytes of pinned memory are too many"
-
-
 def test_check_says_where_and_how_much():
     got = np.arange(6.0).reshape(2, 3)
     expected = got.copy()
@@ -492,10 +417,6 @@ def test_ceiling_is_measured_or_says_why_not(tmp_path):
 )
 def test_sizes_are_written_in_binary_units(nbytes, written):
     assert binary(nbytes) == written
-
-
-def test_columns_of_text_are_as_wide_as_their_widest_cell():
-    assert aligned([("a", "1", ""), ("long", "22", "x")]) == "a      1\nlong  22  x"
 
 
 @pytest.mark.parametrize(("value", "written"), [(7, "7"), (12_345, "12.3 k"), (4.56e6, "4.56 M")])

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 import flashwarp as fw
 from flashwarp import _native, config
 from flashwarp._jit import artifact_cache
-from flashwarp.demo.table import NUMERIC_COLUMNS, read_flights
 from flashwarp.errors import ArgumentError, FlashwarpError
 from flashwarp.storage import Memory, npy
 from flashwarp.testing import FaultPlan
@@ -295,31 +294,6 @@ def flights(lines: bytes, name: str = "flights.csv") -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as files:
         files.writestr(name, lines)
     return buffer.getvalue()
-
-
-def test_table_of_the_demo(tmp_path: Path) -> None:
-    header = ",".join(NUMERIC_COLUMNS)
-    rows = "\n".join(",".join(str(i + j) for j in range(len(NUMERIC_COLUMNS))) for i in range(3))
-    text = f"{header}\n{rows}\n".encode()
-    path = tmp_path / "flights.csv.zip"
-
-    def check(example: tuple[bytes, bool]) -> None:
-        data, zipped = example
-        path.write_bytes(flights(data) if zipped else data)
-        try:
-            columns = read_flights(path)
-        except FlashwarpError:
-            return
-        assert set(columns) == set(NUMERIC_COLUMNS)
-        assert len({len(column) for column in columns.values()}) == 1
-
-    inside = mutations([text], [b",", b"\n", b'"', b"NA", b"1e999", b"\xff", b"\0", b"9" * 50])
-    outside = mutations([flights(text), flights(text, "other.csv")], [b"PK\x03\x04", b"\xff" * 4])
-    fuzz(
-        inside.map(lambda data: (data, True)) | outside.map(lambda data: (data, False)),
-        check,
-        [(text, True), (b"", True), (b"", False)],
-    )
 
 
 # Commands and PRP entries, as the controller meets them.

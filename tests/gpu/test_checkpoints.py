@@ -22,31 +22,6 @@ def opened(path: Path, **options: Any) -> fw.Checkpointer:
     )
 
 
-@pytest.mark.parametrize("order", ["sequential", "reverse"])
-@pytest.mark.parametrize(
-    "caches",
-    [{}, {"gpu_memory": 0}, {"host_memory": 0}, {"gpu_memory": 0, "host_memory": 0}],
-    ids=str,
-)
-def test_versions_come_back_through_all_tiers(
-    tmp_path: Path, order: str, caches: dict[str, Any]
-) -> None:
-    state = torch.empty(COUNT, device="cuda")
-    with opened(tmp_path, **caches) as checkpointer:
-        checkpointer.protect("state", state)
-        versions = list(range(32)) if order == "sequential" else list(reversed(range(32)))
-        for version in versions:
-            checkpointer.prefetch_enqueue(version)
-        for version in range(32):
-            state.fill_(version)
-            checkpointer.checkpoint(version)
-        state.fill_(-1)
-
-        for version in versions:
-            checkpointer.restart(version)
-            assert bool((state == version).all())
-
-
 def test_copies_are_ordered_on_the_callers_stream(tmp_path: Path) -> None:
     # Kernels that take long, before and after each copy, on a stream of the user's.
     state = torch.zeros(COUNT, device="cuda")
@@ -63,21 +38,6 @@ def test_copies_are_ordered_on_the_callers_stream(tmp_path: Path) -> None:
             kept = state.clone()
             state.fill_(-1)
             assert bool((kept == version).all())
-
-
-def test_an_overlapped_checkpoint_is_staged_before_the_state_changes(tmp_path: Path) -> None:
-    state = torch.zeros(COUNT, device="cuda")
-    with opened(tmp_path, gpu_memory=0) as checkpointer:
-        checkpointer.protect("state", state)
-        for version in range(20):
-            checkpointer.wait_staged()
-            state.fill_(version)
-            checkpointer.checkpoint(version, overlap=True)
-        checkpointer.wait_staged()
-        state.fill_(-1)
-        for version in range(20):
-            checkpointer.restart(version)
-            assert bool((state == version).all())
 
 
 def test_parameters_and_optimizer_state_come_back(tmp_path: Path) -> None:

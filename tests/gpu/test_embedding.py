@@ -40,12 +40,6 @@ PATHS = {
 }
 
 
-@pytest.fixture(scope="module")
-def device():
-    with fw.device.CudaDevice(0) as found:
-        yield found
-
-
 def numbers(rows, width, dtype, seed=0):
     made = torch.Generator().manual_seed(seed)
     if dtype is torch.int8:
@@ -92,34 +86,6 @@ def captured(work):
 # Rows.
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("width", [1, 7, 16, 40, 64, 100, 128, 130, 256, 1000, 2500])
-def test_rows_of_any_width(stored_as, width, path):
-    weights = numbers(ROWS, width, torch.float32)
-    table = fw.torch.Embedding(stored_as(weights, **PATHS[path]))
-    for count in (1, 16, 1000, 30000):
-        index = ids(count, seed=count)
-
-        rows = table(index)
-
-        table.array.check()
-        assert torch.equal(rows, weights.cuda()[index])
-
-
-@pytest.mark.parametrize("out", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("stored", HELD)
-@pytest.mark.parametrize("line", [512, 4096])
-def test_rows_are_converted(stored_as, stored, out, line):
-    for width, dim in ((96, 96), (160, 128), (10, 7)):
-        weights = numbers(ROWS, width, stored)
-        x = stored_as(weights, line=line)
-        index = ids(5000)
-
-        rows = fw.torch.Embedding(x, stored=stored, dim=dim, dtype=out)(index)
-
-        assert torch.equal(rows, weights.float()[index.cpu(), :dim].to(out).cuda())
-
-
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16])
 def test_every_code_is_converted_as_torch_converts_it(stored_as, stored):
     kind = torch.uint8 if stored.itemsize == 1 else torch.uint16
@@ -134,24 +100,6 @@ def test_every_code_is_converted_as_torch_converts_it(stored_as, stored):
     assert torch.equal(rows.view(torch.int32)[known], codes.float().view(torch.int32)[known])
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 4])
-@pytest.mark.parametrize("resident", [True, False])
-def test_rows_are_scaled(stored_as, blocks, resident):
-    weights = numbers(ROWS, 128, torch.float8_e4m3fn)
-    scales = torch.rand(ROWS, blocks) if blocks else torch.tensor(0.37)
-    x = stored_as(weights)
-    given = scales.cuda()
-    if not resident:
-        given = stored_as(scales.reshape(-1, max(1, blocks)), cache="64 KiB")
-    index = ids(9000)
-
-    rows = fw.torch.Embedding(x, stored=torch.float8_e4m3fn, scales=given)(index)
-
-    expected = weights.float()[index.cpu()]
-    factors = scales[index.cpu()].repeat_interleave(128 // blocks, 1) if blocks else scales
-    assert torch.equal(rows.cpu(), expected * factors)
-
-
 def test_repeated_ids_fetch_their_lines_once(stored_as):
     weights = numbers(ROWS, 256, torch.float32)
     x = stored_as(weights, cache="64 MiB")
@@ -161,15 +109,6 @@ def test_repeated_ids_fetch_their_lines_once(stored_as):
 
     assert torch.equal(rows, weights.cuda()[index])
     assert x.stats.bytes_read == len(set(torch.unique(index // 4).tolist())) * 4096
-
-
-def test_ten_million_rows_have_torchs_bits(stored_as):
-    weights = numbers(200_000, 40, torch.float32)
-    table = fw.torch.Embedding(stored_as(weights, cache="8 MiB"))
-    resident = weights.cuda()
-    for seed in range(10):
-        index = ids(1_000_000, rows=200_000, seed=seed)
-        assert torch.equal(table(index), resident[index])
 
 
 # Bags.
@@ -199,17 +138,6 @@ def test_sums_have_the_bits_of_torchs(stored_as):
     index = ids(3000, 50)
 
     assert torch.equal(table(index), other(index))
-
-
-def test_bags_with_weights(stored_as):
-    weights = numbers(ROWS, 64, torch.float32)
-    table = fw.torch.EmbeddingBag(stored_as(weights), mode="sum")
-    other = torch.nn.EmbeddingBag.from_pretrained(weights.cuda(), mode="sum")
-    index = ids(500, 20)
-    factors = torch.rand(500, 20, device="cuda")
-
-    expected = other(index, per_sample_weights=factors)
-    torch.testing.assert_close(table(index, None, factors), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_cache_of_few_lines_serves_bags_of_many(stored_as):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import threading
 import time
 
 import numpy as np
@@ -18,12 +15,6 @@ from flashwarp.testing import Faulty
 pytestmark = pytest.mark.gpu
 
 ROWS, WORDS = 4000, 256  # a row is a kilobyte
-
-
-@pytest.fixture(scope="module")
-def device():
-    with fw.device.CudaDevice(0) as found:
-        yield found
 
 
 @pytest.fixture
@@ -41,51 +32,6 @@ def storage(tmp_path, content):
 def x(storage, device):
     with fw.open(storage, "r+", "i4", (ROWS, WORDS), device=device, cache="1 MiB") as opened:
         yield opened
-
-
-def test_rows_for_the_host(x, content):
-    index = np.random.default_rng(1).integers(-ROWS, ROWS, 3000)
-    pieces = np.split(index, 30)
-    ranges = [slice(k, k + 70) for k in range(0, 3500, 500)]
-
-    reads = [x.gather_async(rows) for rows in [*pieces, *ranges, slice(3000, 10, -7)]]
-
-    for read, rows in zip(reads, [*pieces, *ranges, slice(3000, 10, -7)], strict=True):
-        assert (read.result() == content[rows]).all()
-    out = np.empty((2, WORDS), np.int32)
-    assert x.gather_async([5, -1], out=out).result() is out
-    assert (out == content[[5, -1]]).all()
-
-
-def test_stores_from_the_host(x, content, storage):
-    rows = np.random.default_rng(3).permutation(ROWS).reshape(40, 100)
-
-    writes = [x.scatter_async(part, -content[part]) for part in rows]
-    x.flush()
-
-    assert all(write.done() for write in writes)
-    assert (np.fromfile(str(storage.path), np.int32).reshape(ROWS, WORDS) == -content).all()
-
-
-def test_more_calls_than_may_be_in_flight(x, content, monkeypatch):
-    monkeypatch.setattr(x._attachment.calls, "_most", 3)
-
-    reads = [x.gather_async(slice(k, k + 40)) for k in range(0, 3900, 13)]
-
-    for k, read in zip(range(0, 3900, 13), reads, strict=True):
-        assert (read.result() == content[k : k + 40]).all()
-
-
-def test_many_threads(x, content):
-    def use(part: int) -> None:
-        mine = np.arange(part, ROWS, 3)
-        for turn in range(5):
-            x.scatter_async(mine, content[mine] + turn).result()
-            pieces = [x.gather_async(piece) for piece in np.array_split(mine, 7)]
-            assert (np.concatenate([p.result() for p in pieces]) == content[mine] + turn).all()
-
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        list(pool.map(use, range(3)))
 
 
 def test_calls_are_in_flight_together(x, content, storage):
@@ -109,18 +55,6 @@ def test_gather_is_not_held_up(x, content, storage):
     assert (x.gather_async([1000]).result() == content[[1000]]).all()
     assert not read.done()
     assert (read.result() == content[[0]]).all()
-
-
-def test_await(x, content):
-    async def main():
-        await x.scatter_async([0], 7)
-        return await asyncio.gather(
-            *(x.gather_async([k]) for k in range(1, 20)), x.gather_async([0])
-        )
-
-    *rows, first = asyncio.run(main())
-    assert all((row == content[k]).all() for k, row in enumerate(rows, 1))
-    assert (first == 7).all()
 
 
 def test_failure_is_of_the_very_call(x, content, storage):
@@ -158,20 +92,6 @@ def test_close_waits(storage, device, content):
     assert all((r.result() == content[[100 * k]]).all() for k, r in enumerate(reads))
 
 
-def test_neighbour_on_the_cache_closes_meanwhile(tmp_path, device, content, storage):
-    (content * 2).tofile(tmp_path / "g")
-    with fw.Cache("256 KiB", device=device) as shared:
-        with fw.open(storage, "r+", "i4", (ROWS, WORDS), cache=shared) as x:
-            for turn in range(4):
-                reads = [x.gather_async(np.arange(k, ROWS, 16)) for k in range(8)]
-                with fw.open(tmp_path / "g", "r+", "i4", (ROWS, WORDS), cache=shared) as y:
-                    y[...] = content * (turn + 3)
-                for k, read in enumerate(reads):
-                    assert (read.result() == content[k::16]).all()
-        kept = np.fromfile(tmp_path / "g", np.int32).reshape(ROWS, WORDS)
-        assert (kept == content * 6).all()
-
-
 # With a library of the caller's.
 
 
@@ -192,28 +112,6 @@ def test_torch_in_torch_out(x, content):
         x.scatter_async(torch.tensor([-4001], device="cuda"), 1).result()
     x.scatter_async(index, out + 1).result()
     assert (x.gather(index) == out + 1).all()
-
-
-def test_streams_are_ordered_without_the_host(x, content):
-    torch = pytest.importorskip("torch")
-    stream = torch.cuda.Stream()
-    rows = torch.arange(512, device="cuda")
-    torch.cuda.synchronize()
-    for turn in range(20):
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(2_000_000)  # a millisecond, before which nothing below may happen
-            values = torch.full((512, WORDS), turn, dtype=torch.int32, device="cuda")
-
-        write = x.scatter_async(slice(0, 512), values, stream=stream)
-        write.before(stream)
-        read = x.gather_async(rows, stream=stream)
-        out = read.before(stream)
-        with torch.cuda.stream(stream):
-            total = int(out.to(torch.int64).sum())
-
-        assert total == turn * 512 * WORDS
-        read.result()
-        write.result()
 
 
 def test_read_waits_for_its_stream_only(x, content):
@@ -249,28 +147,6 @@ def test_cupy_in_cupy_out(x, content):
     read.result()
     x.scatter_async(cupy.arange(10), cupy.full((10, WORDS), 7, cupy.int32)).result()
     assert (x[:10] == 7).all()
-
-
-def test_user_kernels_run_beside_calls(x, content):
-    """Waiting threads of both help each other's commands along."""
-    stop = threading.Event()
-    seen = []
-
-    def gather() -> None:
-        random = np.random.default_rng(5)
-        while not stop.is_set():
-            rows = random.integers(0, ROWS, 100)
-            seen.append((x.gather(rows) == content[rows]).all())
-
-    thread = threading.Thread(target=gather)
-    thread.start()
-    reads = [x.gather_async(np.arange(k, ROWS, 50)) for k in range(50)]
-    good = [(read.result() == content[k::50]).all() for k, read in enumerate(reads)]
-    stop.set()
-    thread.join()
-
-    assert all(good)
-    assert all(seen)
 
 
 def test_calls_do_not_wait_for_the_librarys_own_stream(x, device, content):

@@ -37,12 +37,6 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def device():
-    with fw.device.CudaDevice(0) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def content():
     return np.random.default_rng(7).integers(0, 1 << 30, (ROWS, WORDS), np.int32)
 
@@ -203,29 +197,6 @@ def test_rows_out_of_bounds_are_zero_and_raised(read, content):
         np.testing.assert_array_equal(np.asarray(p.take()), content[8:9])
 
 
-@pytest.mark.parametrize("sms", [None, 0, 8])
-def test_what_is_written_is_read_by_later_batches_and_is_durable(written, content, sms):
-    x, stored = written
-    rng = np.random.default_rng(11)
-    now = content.copy()
-    with fw.Pipeline(x, BATCH, sms=sms) as p:
-        for turn in range(8):
-            which = rng.permutation(ROWS)[:BATCH]
-            now[which] = rng.integers(0, 1 << 30, (BATCH, WORDS), np.int32)
-            rows = torch.from_numpy(now[which]).cuda()
-            ids = torch.from_numpy(which).cuda()
-            p.write_back(ids if turn % 2 else which, rows)
-            p.prefetch(ids)
-            np.testing.assert_array_equal(host(p.take()), now[which])
-        first = turn * 10
-        now[first : first + 20] += 1
-        p.write_back(slice(first, first + 20), torch.from_numpy(now[first : first + 20]).cuda())
-        p.flush()
-        np.testing.assert_array_equal(stored(), now)
-    # Nothing old is left in the cache.
-    np.testing.assert_array_equal(x[:], now)
-
-
 def test_stores_through_the_array_are_seen(written):
     x, _ = written
     x.gather(np.arange(100))
@@ -233,34 +204,6 @@ def test_stores_through_the_array_are_seen(written):
     with fw.Pipeline(x, BATCH, library="torch") as p:
         p.prefetch(range(100))
         assert bool((p.take() == 5).all())
-
-
-def test_tiles_of_three_vectors(device, tmp_path):
-    n, rows = 1 << 20, 100_000
-    a = np.arange(n, dtype=np.float64)
-    np.save(tmp_path / "b.npy", 2 * a)
-    total = np.zeros(n)
-    with (
-        fw.open(Memory(a), "r", "f8", (n,), device=device) as x,
-        fw.open(tmp_path / "b.npy", device=device, o_direct=True) as y,
-        fw.open(Memory(total), "r+", "f8", (n,), device=device) as z,
-    ):
-        streams = (
-            fw.Pipeline.tiles(x, rows, library="torch"),
-            fw.Pipeline.tiles(y, rows, library="torch"),
-            fw.Pipeline.tiles(z, rows, library="torch", writable=True, read=False),
-        )
-        for one, two, out in zip(*streams, strict=True):
-            torch.add(one, two, out=out)
-        np.testing.assert_array_equal(total, 3 * a)
-
-
-def test_tiles_are_changed_in_place(written, content):
-    x, stored = written
-    for tile in fw.Pipeline.tiles(x, 700, writable=True, library="torch"):
-        tile += 3
-    x.flush()
-    np.testing.assert_array_equal(stored(), content + 3)
 
 
 def test_long_rows_and_ranges_go_by_copy_engines(device):

@@ -46,17 +46,6 @@ def test_one_row_at_a_time_hits_as_in_the_model(gpu: CudaDevice, policy: str) ->
     assert hits == sum(model.access(line) for line in lines.tolist())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_reads_see_the_last_stores_under_every_policy(gpu: CudaDevice, policy: str) -> None:
-    with (
-        Cache(15 * 4 * LINE, LINE, 4, policy, gpu) as cache,
-        array_of(300, cache, writable=True) as x,
-    ):
-        use(x, 1)
-
-        assert cache.refusals == 0
-
-
 def test_hostile_policy_is_refused_and_breaks_nothing(gpu: CudaDevice) -> None:
     with (
         Cache(15 * 4 * LINE, LINE, 4, Policy("hostile", HOSTILE), gpu) as cache,

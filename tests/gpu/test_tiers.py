@@ -31,26 +31,6 @@ def churn(x: fw.Array, held: np.ndarray[Any, Any], rounds: int, seed: int) -> No
         np.testing.assert_array_equal(x.gather(some), held[some])
 
 
-@pytest.mark.parametrize("path", ["in_place", "bounce"])
-@pytest.mark.parametrize("layout", ["stripe", "replicate"])
-@pytest.mark.parametrize("count", [1, 3, 8])
-def test_arrays_over_several_storages_are_as_numpy_has_them(
-    path: str, layout: Any, count: int
-) -> None:
-    drives = [Memory(1 << 20) for _ in range(count)]
-    settings = fw.nvme.SoftwareController(queue_pairs=4, depth=16, route=path)
-    whole = Striped(drives) if layout == "stripe" else Replicated(drives)
-    with fw.open(whole, "r+", "<i8", device="cuda:0", cache="256 KiB", controller=settings) as x:
-        held = np.zeros(x.shape, np.int64)
-        churn(x, held, 5, count)
-        x.flush()
-        assert whole.read(0, held.nbytes) == held.tobytes()
-        for served in x.service.stats["controllers"]:
-            assert served["commands"]["read"] > 0 or x.service.plain_reads
-    if layout == "replicate":
-        assert len({drive.read(0, drive.nbytes) for drive in drives}) == 1
-
-
 def test_a_read_that_fails_on_one_replica_is_answered_by_another() -> None:
     content = np.random.default_rng(1).integers(0, 1 << 60, 1 << 17)
     drives = [Faulty(Memory(content.copy()), "read eio p=0.5") for _ in "ab"]

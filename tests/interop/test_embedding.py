@@ -100,30 +100,6 @@ def test_rows_are_those_of_torch(x, weights, shape, dtype):
     assert torch.equal(rows, torch.nn.Embedding.from_pretrained(weights)(index))
 
 
-@pytest.mark.parametrize("width", [1, 3, 10, 32, 128, 130, 1000, 2500])
-@pytest.mark.parametrize("line", [512, 4096])
-def test_rows_of_any_width_straddle_lines(tmp_path, width, line):
-    weights = numbers(200, width, torch.float32)
-    with stored_as(tmp_path, weights, line=line, cache="256 KiB") as x:
-        index = ids(300, rows=200)
-
-        assert torch.equal(fw.torch.Embedding(x)(index), weights[index])
-
-
-@pytest.mark.parametrize("out", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("stored", HELD)
-@pytest.mark.parametrize(("width", "dim"), [(96, 96), (160, 128), (10, 7)])
-def test_rows_are_converted(tmp_path, stored, out, width, dim):
-    weights = numbers(300, width, stored)
-    with stored_as(tmp_path, weights) as x:
-        index = ids(50, rows=300)
-
-        rows = fw.torch.Embedding(x, stored=stored, dim=dim, dtype=out)(index)
-
-        assert rows.dtype == out
-        assert same_bits(rows, weights.float()[index, :dim].to(out))
-
-
 @pytest.mark.parametrize(
     "stored", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.float16, torch.bfloat16]
 )
@@ -173,11 +149,6 @@ def test_rows_of_the_same_type_keep_their_bits(tmp_path, stored, rows, dim):
     assert torch.equal(both.view(kind), torch.cat([expected, expected], -1))
 
 
-def test_integers_are_float32_unless_asked(tmp_path):
-    with stored_as(tmp_path, numbers(9, 8, torch.int8)) as x:
-        assert fw.torch.Embedding(x)(ids(3, rows=9)).dtype == torch.float32
-
-
 SCALES = {
     "one": lambda rows, dim: torch.tensor(0.37),
     "row": lambda rows, dim: torch.rand(rows),
@@ -193,18 +164,6 @@ def scaled(weights, scales, index):
         return rows * factors
     factors = factors.reshape(len(weights), -1)
     return rows * factors[index].repeat_interleave(rows.shape[-1] // factors.shape[1], -1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8, torch.float32])
-@pytest.mark.parametrize("kind", SCALES)
-def test_rows_are_scaled(tmp_path, kind, stored, dtype):
-    weights, index = numbers(400, 96, stored), ids(70, rows=400)
-    scales = SCALES[kind](400, 96).to(dtype)
-    with stored_as(tmp_path, weights) as x:
-        rows = fw.torch.Embedding(x, stored=stored, scales=scales)(index)
-
-    assert torch.equal(rows, scaled(weights, scales, index))
 
 
 @pytest.mark.parametrize("kind", SCALES)

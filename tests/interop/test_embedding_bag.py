@@ -65,32 +65,6 @@ def dense(pending, like):
 # What it returns.
 
 
-@pytest.mark.parametrize("padding", [None, PADDING, PADDING - ROWS])
-@pytest.mark.parametrize("mode", MODES)
-def test_bags_of_one_length(x, weights, mode, padding):
-    index = ids(30, 6)
-    index[4] = PADDING  # a bag of padding alone
-
-    pooled = fw.torch.EmbeddingBag(x, mode=mode, padding_idx=padding)(index)
-
-    torch.testing.assert_close(
-        pooled, beside(weights, mode=mode, padding_idx=padding)(index), rtol=1e-6, atol=1e-7
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_bags_with_offsets(x, weights, mode, last, dtype):
-    index, offsets = ids(60).to(dtype), offsets_of(60, last).to(dtype)
-    options = {"mode": mode, "include_last_offset": last, "padding_idx": PADDING}
-
-    pooled = fw.torch.EmbeddingBag(x, **options)(index, offsets)
-
-    expected = beside(weights, **options)(index, offsets)
-    torch.testing.assert_close(pooled, expected, rtol=1e-6, atol=1e-7)
-
-
 def test_sums_have_the_bits_of_sums_in_the_order_of_ids(x, weights):
     index = ids(40, 33)
     expected = torch.zeros(40, WIDTH)
@@ -98,17 +72,6 @@ def test_sums_have_the_bits_of_sums_in_the_order_of_ids(x, weights):
         expected += weights[index[:, k]]
 
     assert torch.equal(fw.torch.EmbeddingBag(x, mode="sum")(index), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_bags_with_weights(x, weights, dtype):
-    index, offsets = ids(60), torch.tensor(OFFSETS)
-    factors = torch.rand(60).to(dtype)
-
-    pooled = fw.torch.EmbeddingBag(x, mode="sum")(index, offsets, factors)
-
-    expected = beside(weights, mode="sum")(index, offsets, factors.float())
-    torch.testing.assert_close(pooled, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_ids_behind_the_last_offset_are_in_no_bag(x, weights):
@@ -141,35 +104,6 @@ def test_infinities_and_what_is_no_number(tmp_path):
             pooled = table(index)
         expected = beside(weights, mode=mode)(index)
         torch.testing.assert_close(pooled, expected, equal_nan=True)
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-def test_rows_are_converted_and_scaled_before_they_are_pooled(tmp_path, scaled):
-    codes = torch.randint(-128, 128, (ROWS, 96), dtype=torch.int8)
-    np.save(tmp_path / "q.npy", codes.numpy())
-    scales = torch.rand(ROWS, 3) if scaled else None
-    rows = codes.float() if scales is None else codes * scales.repeat_interleave(32, 1)
-    index = ids(20, 9)
-
-    with fw.torch.EmbeddingBag(
-        tmp_path / "q.npy", mode="sum", scales=scales, dtype=torch.float16, device="cpu"
-    ) as table:
-        pooled = table(index)
-
-    assert pooled.dtype == torch.float16
-    torch.testing.assert_close(pooled, beside(rows, mode="sum")(index).half())
-
-
-@pytest.mark.parametrize("width", [3, 130, 1000])
-def test_rows_wider_than_a_warp_takes_at_once(tmp_path, width):
-    weights = torch.rand(90, width)
-    np.save(tmp_path / "w.npy", weights.numpy())
-    index = ids(11, 5) % 90
-
-    with fw.torch.EmbeddingBag(
-        tmp_path / "w.npy", mode="sum", device="cpu", cache="64 KiB", line=512
-    ) as table:
-        torch.testing.assert_close(table(index), beside(weights, mode="sum")(index))
 
 
 # Training.
@@ -303,16 +237,6 @@ def test_rows_of_several_tables_lie_side_by_side(open_as, tables):
     assert torch.equal(group(list(index)), rows)
     for part, expected in zip(rows.split(group.dims, -1), own, strict=True):
         assert torch.equal(part, expected)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_bags_of_several_tables(open_as, tables, mode):
-    group = fw.torch.EmbeddingGroup(open_as(fw.torch.EmbeddingBag, mode=mode, padding_idx=5))
-    index = torch.randint(0, 100, (len(DIMS), 9, 4))
-
-    others = [beside(each, mode=mode, padding_idx=5) for each in weights_of(tables)]
-    expected = torch.cat([other(each) for other, each in zip(others, index, strict=True)], -1)
-    torch.testing.assert_close(group(index), expected)
 
 
 @pytest.mark.parametrize("last", [False, True])

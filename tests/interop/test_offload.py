@@ -177,11 +177,9 @@ def test_a_model_on_the_meta_device_gets_its_tables(model, folder, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16,
-                                    torch.float8_e4m3fn])  # fmt: skip
-def test_rows_are_converted_to_the_dtype_of_the_module(tmp_path, dtype, stored, tokens):
+def test_rows_are_converted_to_the_dtype_of_the_module(tmp_path, dtype, tokens):
     module = nn.Sequential(nn.Embedding(ROWS, WIDTH).to(dtype)).eval()
-    held = torch.randn(ROWS, WIDTH).to(stored)
+    held = torch.randn(ROWS, WIDTH).to(torch.float8_e4m3fn)
     save(tmp_path / "x.safetensors", {"pad": torch.ones(3, dtype=torch.uint8), "0.weight": held})
 
     with small(module, tmp_path / "x.safetensors", "0"), torch.no_grad():
@@ -189,12 +187,11 @@ def test_rows_are_converted_to_the_dtype_of_the_module(tmp_path, dtype, stored, 
         assert module[0].weight.dtype == dtype
 
 
-@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize("shape", [(), (1,), (ROWS,), (ROWS, 1), (ROWS, 4)])
-@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
-def test_rows_are_multiplied_by_their_scales(tmp_path, stored, shape, kind, tokens):
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_rows_are_multiplied_by_their_scales(tmp_path, shape, kind, tokens):
     module = nn.Sequential(nn.Embedding(ROWS, WIDTH)).eval()
-    held = (torch.randn(ROWS, WIDTH) * 20).to(stored)
+    held = (torch.randn(ROWS, WIDTH) * 20).to(torch.int8)
     scales = torch.rand(shape).to(kind)
     save(tmp_path / "x.safetensors", {"0.weight": held, "0.weight_scale": scales})
     blocks = scales.float().reshape(-1, scales.shape[-1] if scales.ndim == 2 else 1)

@@ -6,14 +6,11 @@ import errno
 import itertools
 import os
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import flashwarp as fw
 from flashwarp.errors import (
@@ -29,22 +26,13 @@ from flashwarp.errors import (
     ReadOnlyError,
     StorageError,
 )
-from flashwarp.nvme.group import NAMESPACES_MAX, ControllerGroup, GroupService
+from flashwarp.nvme.group import ControllerGroup, GroupService
 from flashwarp.storage import File, Memory, Namespace, Replicated, Storage, Striped
 from flashwarp.testing import Faulty
-from support.samples import sample
-
-PATHS = ("in_place", "bounce", "direct")
-LAYOUTS = ("stripe", "replicate")
 
 
 def plan(path: str = "bounce", queue_pairs: int = 2, depth: int = 4) -> fw.nvme.SoftwareController:
     return fw.nvme.SoftwareController(queue_pairs=queue_pairs, depth=depth, route=path)
-
-
-def combined(members: Sequence[Any], layout: str, stripe: int) -> Striped | Replicated:
-    """What the host sees of the storages; knows nothing of the device code's arithmetic."""
-    return Striped(members, stripe) if layout == "stripe" else Replicated(members)
 
 
 def churn(x: fw.Array, held: np.ndarray[Any, Any], rounds: int, seed: int) -> None:
@@ -58,36 +46,6 @@ def churn(x: fw.Array, held: np.ndarray[Any, Any], rounds: int, seed: int) -> No
         x.prefetch(random.integers(0, len(held), 20))
         some = random.integers(0, len(held), 200)
         np.testing.assert_array_equal(x.gather(some), held[some])
-
-
-@pytest.mark.parametrize(
-    ("path", "layout", "count"),
-    sample(list(itertools.product(PATHS, LAYOUTS, [1, 2, 3, NAMESPACES_MAX])), 4),
-)
-def test_arrays_over_several_storages_are_as_numpy_has_them(
-    path: str, layout: Any, count: int
-) -> None:
-    drives = [Memory(40_960) for _ in range(count)]
-    with fw.open(
-        combined(drives, layout, 4096),
-        "r+",
-        "<i8",
-        device="cpu",
-        cache="8 KiB",
-        line=512,
-        controller=plan(path),
-    ) as x:
-        held = np.zeros(x.shape, np.int64)
-        churn(x, held, 12, count)
-        x.flush()
-
-        assert combined(drives, layout, 4096).read(0, held.nbytes) == held.tobytes()
-        assert x.explain().route == path
-        for served in x.service.stats["controllers"]:
-            assert served["commands"]["read"] > 0 or x.service.plain_reads
-            assert served["commands"]["flush"] == 1
-    if layout == "replicate":
-        assert len({drive.read(0, drive.nbytes) for drive in drives}) == 1
 
 
 def test_replicas_share_the_reads_of_any_stride() -> None:
@@ -151,69 +109,6 @@ def test_one_plan_serves_all_and_stays_a_plan() -> None:
         served = x.service.stats["controllers"]
         assert len(served) == 2
         assert x.service.queues.count == 6
-
-
-def test_arrays_over_several_storages_share_a_cache() -> None:
-    with fw.Cache("8 KiB", line=512, device="cpu") as cache:
-        striped = [Memory(1 << 14) for _ in range(2)]
-        copied = [Memory(1 << 14) for _ in range(3)]
-        x = fw.open(Striped(striped, 4096), "r+", "<i8", cache=cache, controller=plan())
-        y = fw.open(Replicated(copied), "r+", "<i8", cache=cache, controller=plan())
-        z = fw.open(Memory(1 << 14), "r+", "<i8", cache=cache, controller=plan())
-        held = [np.zeros(a.shape, np.int64) for a in (x, y, z)]
-        for turn in range(6):
-            for array, content in zip((x, y, z), held, strict=True):
-                churn(array, content, 2, turn)
-        y.close()
-        churn(x, held[0], 3, 9)
-        x.close()
-        churn(z, held[2], 3, 10)
-        z.close()
-    assert Striped(striped, 4096).read(0, held[0].nbytes) == held[0].tobytes()
-    assert {drive.read(0, drive.nbytes) for drive in copied} == {held[1].tobytes()}
-
-
-@settings(max_examples=30, deadline=None)
-@given(data=st.data())
-def test_any_operations_in_any_layout(data: st.DataObject) -> None:
-    layout = data.draw(st.sampled_from(LAYOUTS))
-    count = data.draw(st.integers(1, 4))
-    line = data.draw(st.sampled_from([512, 1024, 4096]))
-    stripe = max(4096, line) * data.draw(st.integers(1, 3))
-    path = data.draw(st.sampled_from(PATHS))
-    sizes = [stripe * 2] * count if layout == "stripe" else [8190] * count
-    drives = [Memory(size) for size in sizes]
-    controllers = [
-        plan(path, data.draw(st.integers(1, 3)), 1 << data.draw(st.integers(1, 3))) for _ in drives
-    ]
-    with fw.open(
-        combined(drives, layout, stripe),
-        "r+",
-        "u1",
-        device="cpu",
-        cache=4 * line,
-        line=line,
-        controller=ControllerGroup(controllers),
-    ) as x:
-        held = np.zeros(x.shape, np.uint8)
-        for _ in range(data.draw(st.integers(1, 12))):
-            begin = data.draw(st.integers(0, len(held) - 1))
-            end = data.draw(st.integers(begin + 1, min(len(held), begin + 9000)))
-            match data.draw(st.sampled_from(["store", "load", "prefetch", "flush", "drop"])):
-                case "store":
-                    value = data.draw(st.integers(0, 255))
-                    x[begin:end] = value
-                    held[begin:end] = value
-                case "load":
-                    np.testing.assert_array_equal(x[begin:end], held[begin:end])
-                case "prefetch":
-                    x.prefetch(slice(begin, end))
-                case "flush":
-                    x.flush()
-                case "drop":
-                    x.drop_cache()
-        np.testing.assert_array_equal(x[:], held)
-    assert combined(drives, layout, stripe).read(0, held.nbytes) == held.tobytes()
 
 
 # Files.

@@ -31,7 +31,7 @@ from flashwarp.errors import (
     StorageError,
 )
 from flashwarp.nvme.software import SoftwareController
-from flashwarp.pipeline.engine import BatchEngine, Ring, worker_limits
+from flashwarp.pipeline.engine import BatchEngine, Ring
 from flashwarp.storage import Concatenated, File, Memory, Replicated, Storage, Striped
 from flashwarp.testing.faults import FaultPlan, Faulty
 
@@ -682,16 +682,3 @@ def test_a_read_only_storage_takes_no_writes() -> None:
             DEVICE, Memory(bytes(4096)), rows=8, row_bytes=512, batch_rows=8,
             directions=("write_back",),
         )  # fmt: skip
-
-
-def test_limits_of_workers_follow_the_controllers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashwarp.pipeline.engine.cores", lambda: 16)
-    assert worker_limits(12) == (3, 6)
-    assert worker_limits(1) == (4, 8)
-    assert worker_limits(16) == (4, 8)
-    assert worker_limits(5) == (2, 3)
-    assert worker_limits(12, 4) == (4, 4)
-    assert worker_limits(12, (1, 12)) == (1, 12)
-    monkeypatch.setattr("flashwarp.pipeline.engine.cores", lambda: 4)
-    assert worker_limits(12) == (3, 4)
-    assert worker_limits(32) == (8, 8)

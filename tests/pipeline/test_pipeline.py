@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import flashwarp as fw
 from flashwarp.errors import (
@@ -40,27 +38,6 @@ def array(tmp_path: Path) -> Iterator[fw.Array]:
         yield x
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(-ROWS, ROWS - 1), max_size=40), max_size=12),
-    st.integers(1, 4),
-)
-def test_batches_arrive_in_order(batches: list[list[int]], depth: int) -> None:
-    data = values()
-    with (
-        fw.open(fw.storage.Memory(data), dtype="f4", shape=(ROWS, WIDTH), device="cpu") as x,
-        fw.Pipeline(x, 40, depth) as p,
-    ):
-        ids = [np.array(each, np.int64) for each in batches]
-        seen = 0
-        for k, (rows, which) in enumerate(p.iterate(ids)):
-            assert which is ids[k]
-            np.testing.assert_array_equal(rows, data[which])
-            seen += 1
-        assert seen == len(batches)
-        assert p.in_flight == 0
-
-
 def test_a_buffer_is_the_callers_until_the_next_take(array: fw.Array) -> None:
     with fw.Pipeline(array, 10, depth=3) as p:
         for k in range(3):
@@ -78,19 +55,6 @@ def test_slices_ranges_and_no_rows(array: fw.Array) -> None:
             p.prefetch(ids)
         for want in (values()[5:9], values()[20:10:-3], values()[0:100:7], values()[:0]):
             np.testing.assert_array_equal(p.take(), want)
-
-
-def test_rows_that_are_written_are_read_by_later_batches(array: fw.Array) -> None:
-    with fw.Pipeline(array, 10) as p:
-        p.prefetch(np.arange(10))
-        rows = p.take()
-        rows += 1
-        ticket = p.write_back(np.arange(10), rows)
-        p.prefetch(np.arange(10))
-        np.testing.assert_array_equal(p.take(), values()[:10] + 1)
-        p.flush()
-        assert ticket.done()
-    np.testing.assert_array_equal(np.load(array._attachment.storage.path)[:10], values()[:10] + 1)
 
 
 def test_the_stats_and_the_explanation_name_the_way(array: fw.Array) -> None:

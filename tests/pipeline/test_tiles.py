@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import flashwarp as fw
 from flashwarp.errors import ArgumentError, ReadOnlyError, StorageError
@@ -24,20 +22,6 @@ def values(rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 def opened(data: np.ndarray[Any, Any], mode: str = "r+") -> fw.Array:
     return fw.open(fw.storage.Memory(data), mode, data.dtype, data.shape, device="cpu")
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 200), st.integers(1, 60), st.integers(1, 4))
-def test_tiles_come_in_order_and_are_stored(rows: int, tile_rows: int, depth: int) -> None:
-    data = values(rows)
-    with opened(data) as x:
-        seen = []
-        for tile in fw.Pipeline.tiles(x, tile_rows, writable=True, depth=depth):
-            seen.append(tile.copy())
-            tile *= 2
-        np.testing.assert_array_equal(np.concatenate([values(0), *seen]), values(rows))
-        np.testing.assert_array_equal(x[:], values(rows) * 2)
-        assert [len(each) for each in seen[:-1]] == [tile_rows] * (len(seen) - 1)
 
 
 def test_three_arrays_tile_by_tile() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.errors import ArgumentError, BoundsError, StorageError
+from flashwarp.errors import BoundsError, StorageError
 from flashwarp.storage import File, Memory, Striped
 from flashwarp.testing.faults import Faulty
 
@@ -22,30 +22,6 @@ def values() -> np.ndarray[Any, np.dtype[np.float32]]:
 
 def opened(storage: Any, mode: str = "r+", **options: Any) -> fw.Array:
     return fw.open(storage, mode, "f4", (ROWS, WIDTH), device="cpu", cache="64 KiB", **options)
-
-
-def test_batches_arrive_and_are_written_in_order() -> None:
-    rng, now = np.random.default_rng(1), values()
-    with opened(Memory(values())) as x:
-        x[3] = now[3] = -1  # dirty in the cache
-        with fw.Pipeline(x, 300, depth=3, workers=(1, 3)) as p:
-            assert p.explain().route == "workers"
-            batches = [rng.integers(-ROWS, ROWS, rng.integers(0, 300)) for _ in range(30)]
-            for rows, ids in p.iterate([*batches, slice(3, 30), range(9, 2, -1)]):
-                which = np.r_[ids] if isinstance(ids, slice) else np.array(ids)
-                np.testing.assert_array_equal(rows, now[which])
-            for turn in range(10):
-                which = rng.permutation(ROWS)[:200]
-                now[which] = turn
-                p.write_back(which, now[which])
-                p.prefetch(which)
-                np.testing.assert_array_equal(p.take(), now[which])
-            with pytest.raises(ArgumentError, match="belongs to a pipeline"):
-                x.gather([1])
-            engine = p.stats.engine
-            assert engine is not None
-            assert engine["workers"] in (1, 2, 3)
-        np.testing.assert_array_equal(x[:], now)
 
 
 def test_modelled_drives_serve_the_workers() -> None:

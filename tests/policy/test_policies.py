@@ -158,19 +158,6 @@ def use(x: fw.Array, seed: int) -> None:
     np.testing.assert_array_equal(x.gather(np.arange(len(x))), expected)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", sample(range(4), 4))
-def test_reads_see_the_last_stores_under_every_policy(policy: str, seed: int) -> None:
-    with (
-        CpuDevice(threads=2) as device,
-        Cache(3 * 4 * LINE, LINE, 4, policy, device) as cache,
-        array_of(60, cache, writable=True) as x,
-    ):
-        use(x, seed)
-
-        assert cache.refusals == 0
-
-
 def test_arrays_on_one_cache_share_its_policy(one_thread: CpuDevice) -> None:
     with (
         Cache(4 * LINE, LINE, 4, "lru", one_thread) as cache,

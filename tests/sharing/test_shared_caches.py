@@ -102,30 +102,6 @@ def test_client_reads_what_numpy_reads(client: fw.Cache, path: Path) -> None:
         assert "shared=" in x._repr_html_()
 
 
-@pytest.mark.parametrize("shape", [(100_000,), (70, 1500), (3, 40_000), (977, 3, 11)])
-@pytest.mark.parametrize("line", [512, 4096])
-def test_rows_of_any_size(tmp_path: Path, shape: tuple[int, ...], line: int) -> None:
-    rows = np.random.default_rng(2).integers(0, 255, shape, dtype="u1")
-    np.save(tmp_path / "x.npy", rows)
-    index = np.random.default_rng(3).integers(0, shape[0], 60)
-
-    with (
-        fw.Cache("64 KiB", shared="rows", device="cpu", line=line),
-        fw.Cache(shared="rows") as client,
-        fw.open(tmp_path / "x.npy", "r+", cache=client) as x,
-    ):
-        np.testing.assert_array_equal(x.gather(index), rows[index])
-        np.testing.assert_array_equal(x[...], rows)
-        values = np.random.default_rng(4).integers(0, 255, (60, *shape[1:]), dtype="u1")
-        x[index] = values
-        rows[index] = values
-        x[-1:] = 3
-        rows[-1:] = 3
-        np.testing.assert_array_equal(x[...], rows)
-
-    np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), rows)
-
-
 def test_many_absent_lines_are_found_in_the_cache_and_few_are_handed_over(
     client: fw.Cache, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,22 +168,6 @@ def test_second_run_is_warm(path: Path, folder: Path, owner: fw.Cache) -> None:
         second.end()
 
 
-def test_client_sees_what_another_has_stored(owner: fw.Cache, path: Path, folder: Path) -> None:
-    with Program(folder) as one, Program(folder) as two:
-        for each in one, two:
-            each.run(CLIENT)
-            each.run(opens(path, "r+"))
-            each.run("x[...]")
-
-        one.run("x[100:200] = 7")
-        two.run("x.scatter([150, 3], np.full((2, 128), 9))")
-
-        assert one.run("result = x[[99, 100, 150, 3], 5].tolist()") == [99 * 128 + 5, 7, 9, 9]
-        assert two.run("result = x[[99, 100, 150, 3], 5].tolist()") == [99 * 128 + 5, 7, 9, 9]
-        one.run("x.flush()")
-        assert np.load(path)[[100, 150], 0].tolist() == [7, 9]
-
-
 def test_owners_own_arrays_are_shared(owner: fw.Cache, client: fw.Cache, path: Path) -> None:
     with fw.open(path, "r+", cache=owner) as mine, fw.open(path, cache=client) as theirs:
         mine[7] = -1
@@ -218,37 +178,6 @@ def test_owners_own_arrays_are_shared(owner: fw.Cache, client: fw.Cache, path: P
         assert mine.stats.bytes_read == reads
         with pytest.raises(ReadOnlyError, match="read-only"):
             theirs[7] = 0
-
-
-def test_random_operations_against_numpy(tmp_path: Path) -> None:
-    seed = int.from_bytes(os.urandom(4), "little")
-    random = np.random.default_rng(seed)
-    rows = random.integers(0, 1 << 30, (700, 37), dtype="i4")
-    np.save(tmp_path / "x.npy", rows)
-    with (
-        fw.Cache("32 KiB", line=512, shared="rows", device="cpu"),
-        fw.Cache(shared="rows") as first,
-        fw.Cache(shared="rows") as second,
-        fw.open(tmp_path / "x.npy", "r+", cache=first) as one,
-        fw.open(tmp_path / "x.npy", "r+", cache=second) as two,
-    ):
-        for _ in range(200):
-            x = one if random.integers(2) else two
-            index = np.unique(random.integers(0, 700, random.integers(1, 200)))
-            low, high = sorted(random.integers(0, 701, 2))
-            match random.integers(5):
-                case 0:
-                    assert np.array_equal(x.gather(index), rows[index]), f"seed {seed}"
-                case 1:
-                    assert np.array_equal(x[low:high], rows[low:high]), f"seed {seed}"
-                case 2:
-                    x[index] = rows[index] = random.integers(0, 1 << 30, (len(index), 37))
-                case 3:
-                    x[low:high] = rows[low:high] = random.integers(0, 99, (high - low, 37))
-                case 4:
-                    x.prefetch(index)
-        assert np.array_equal(one[...], rows), f"seed {seed}"
-    assert np.array_equal(np.load(tmp_path / "x.npy"), rows), f"seed {seed}"
 
 
 def test_clients_read_right_while_lines_are_evicted(tmp_path: Path, folder: Path) -> None:
