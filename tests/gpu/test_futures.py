@@ -74,15 +74,6 @@ def test_failure_is_of_the_very_call(x, content, storage):
     assert (x.gather_async([256]).result() == content[[256]]).all()
 
 
-def test_unobserved_failure_is_raised_by_close(storage, device):
-    storage.inject("read eio")
-    x = fw.open(storage, "r+", "i4", (ROWS, WORDS), device=device, cache="1 MiB")
-    x.gather_async([0])
-
-    with pytest.raises(errors.StorageError, match="gather_async"):
-        x.close()
-
-
 def test_close_waits(storage, device, content):
     storage.inject("read delay=100000us")
     with fw.open(storage, "r+", "i4", (ROWS, WORDS), device=device, cache="1 MiB") as x:

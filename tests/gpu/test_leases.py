@@ -13,7 +13,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.device import resolve
-from flashwarp.errors import RouteError, StorageError
+from flashwarp.errors import StorageError
 from flashwarp.storage.lease import Lease
 from support.file_writer import (
     ADDED,
@@ -168,30 +168,6 @@ def test_address_in_place_is_given_while_the_lease_holds(path: Path) -> None:
         assert x.in_place is not None
         rewrite(path)
         assert x.in_place is None
-
-
-def test_file_open_for_writing_is_not_read_in_place(path: Path) -> None:
-    with path.open("r+b"), fw.open(path, device="cuda:0") as x:
-        assert x.explain().route == "bounce"
-        assert "a process has the file open for writing" in str(x.explain())
-        np.testing.assert_array_equal(x[:], rows())
-
-
-def test_immutable_file_is_read_in_place_without_a_lease(path: Path) -> None:
-    with path.open("r+b"), fw.open(path, device="cuda:0", immutable=True) as x:
-        assert x.explain().route == "in_place"
-        assert "immutable=True" in str(x.explain())
-        assert x.in_place is not None
-        np.testing.assert_array_equal(x[:], rows())
-
-
-def test_strict_array_refuses_what_does_not_come_in_place_any_more(path: Path) -> None:
-    with fw.open(path, device="cuda:0", strict="in_place") as x:
-        x.gather(np.arange(10))
-        rewrite(path)
-
-        with pytest.raises(RouteError, match="a writer has opened"):
-            x.gather(np.arange(10))
 
 
 def test_file_that_was_cut_is_an_error_of_its_rows_alone(path: Path) -> None:

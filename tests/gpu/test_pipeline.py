@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 import torch
 
 import flashwarp as fw
-from flashwarp.errors import ArgumentError, BoundsError, CaptureError, StorageError
+from flashwarp.errors import BoundsError, CaptureError, StorageError
 from flashwarp.storage import File, Memory
 from flashwarp.testing import Faulty
 
@@ -237,20 +237,6 @@ def test_a_batch_that_fails_leaves_the_next_ones(device, tmp_path, content):
         with pytest.raises(StorageError):
             p.take()
         np.testing.assert_array_equal(host(p.take()), content[[5]])
-
-
-def test_rows_that_do_not_fit_are_refused(written):
-    x, _ = written
-    with fw.Pipeline(x, BATCH) as p:
-        good = torch.zeros(2, WORDS, dtype=torch.int32, device="cuda")
-        for ids, rows in (
-            ([1, 1], good),
-            ([1, 2, 3], good),
-            ([1, 2], good.to(torch.int64)),
-            ([1, 2], torch.zeros(WORDS, 2, dtype=torch.int32, device="cuda").T),
-        ):
-            with pytest.raises(ArgumentError):
-                p.write_back(ids, rows)
 
 
 def test_the_end_with_batches_in_flight(read):

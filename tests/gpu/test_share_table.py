@@ -11,7 +11,6 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.device import CudaDevice, DeviceMemory, resolve
-from flashwarp.errors import ShareError
 
 pytestmark = pytest.mark.gpu
 
@@ -218,14 +217,3 @@ def test_buffer_on_a_lanes_own_stack_is_refused(blocks: fw.program.Program, x: f
 
         assert values(seen)[0] == 0x7FA
         assert values(seen)[1] == 5, "the line is read where it is"
-
-
-def test_line_that_a_kernel_leaves_is_named(
-    program: fw.program.Program, x: fw.Array, own: DeviceMemory
-) -> None:
-    with fw.array.ShareTable(x) as table:
-        program["leave"](x, table.kernel_handle, own, 2, warps=1)
-
-        with pytest.raises(ShareError, match=r"2 lines .*line 0 of .*modified, line 1 of "):
-            table.check()
-        table.check()

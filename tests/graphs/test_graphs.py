@@ -184,14 +184,6 @@ def test_files_that_do_not_fit_together(tmp_path, name, data, message):
         graphs.CsrGraph.open(tmp_path)
 
 
-def test_check_names_the_entry_that_is_no_vertex(tmp_path):
-    np.save(tmp_path / "offsets.npy", np.array([0, 3], np.int64))
-    np.save(tmp_path / "neighbours.npy", np.array([0, 0, 9], np.uint32))
-
-    with pytest.raises(FileFormatError, match="entry 2 is 9"):
-        graphs.CsrGraph.open(tmp_path).check()
-
-
 def test_weights_of_a_graph_without(tmp_path):
     with pytest.raises(ArgumentError, match="no weights"):
         load("kron:4", tmp_path).weights()
