@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.errors import ArgumentError, LockedError, PathError, ReadOnlyError, StorageError
-from flashwarp.file.block_map import STALE
+from flashwarp.errors import ArgumentError, PathError, ReadOnlyError, StorageError
 from flashwarp.file.gvdk import Gvdk
 from flashwarp.nvme.drive_namespace import DriveNamespace
 from flashwarp.storage import Passthrough, Storage
@@ -233,37 +232,6 @@ def test_file_of_xfs_is_written_by_both_sides(
 # The lease.
 
 
-@pytest.mark.parametrize(
-    "act",
-    [
-        "os.truncate(sys.argv[1], 0)",
-        "open(sys.argv[1], 'ab').write(b'x')",
-        "open(sys.argv[1], 'rb').read()",
-    ],
-    ids=["truncate", "append", "read"],
-)
-def test_who_wants_the_file_gets_it_and_the_map_ends(
-    path: Path, namespace: DriveNamespace, act: str
-) -> None:
-    content = random_content(MIB)
-    path.write_bytes(content)
-    with by_blocks(path, namespace) as storage:
-        storage.write(0, b"before")
-        x = fw.open(storage, "r+", "u1", device="cpu", cache="64 KiB")
-        script = f"import os, sys, time; t = time.monotonic(); {act}; print(time.monotonic() - t)"
-        waited_s = float(call(sys.executable, "-c", script, path))
-
-        assert waited_s < 10
-        for refused in (lambda: storage.read(0, 1), lambda: storage.write(0, b"after"), x.refresh):
-            with pytest.raises(StorageError, match="stale block map") as failed:
-                refused()
-            assert failed.value.errno == STALE
-        with pytest.raises(StorageError, match="stale block map"):
-            x.close()
-    if "truncate" not in act:
-        assert dump(path)[:MIB] == b"before" + content[6:]
-
-
 def test_freed_blocks_are_not_written(path: Path, namespace: DriveNamespace) -> None:
     """The blocks of a file that is cut belong to the next one, which must not change."""
     path.write_bytes(bytes(MIB))
@@ -284,38 +252,6 @@ def test_freed_blocks_are_not_written(path: Path, namespace: DriveNamespace) -> 
     with fw.file.MappedFile(other, namespace) as storage:
         assert storage.read(0, MIB) == content
     other.unlink()
-
-
-def replaced(path: Path) -> None:
-    other = path.with_name("copy")
-    other.write_bytes(path.read_bytes())
-    other.rename(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (lambda path: os.truncate(path, MIB), "nbytes was 2097152"),
-        (replaced, "inode was"),
-        (lambda path: call("e4defrag", path), "other places"),
-        (lambda path: path.write_bytes(path.read_bytes()), "changed_ns was"),
-    ],
-    ids=["truncated", "replaced", "moved", "written"],
-)
-def test_map_of_a_file_that_was_changed_is_refused(
-    path: Path, namespace: DriveNamespace, change: Callable[[Path], object], match: str
-) -> None:
-    content = fragmented(path, 2 * MIB)
-    kept = fw.file.BlockMap.of(path)
-    with fw.file.MappedFile(kept, namespace) as storage:
-        assert storage.read(0, len(content)) == content
-    time.sleep(0.02)  # longer than the file system's clock ticks
-
-    change(path)
-
-    with pytest.raises(StorageError, match=match) as refused:
-        fw.file.MappedFile(kept, namespace)
-    assert refused.value.errno == STALE
 
 
 def test_killed_driver_leaves_the_file_whole_and_free(path: Path, device: Path) -> None:
@@ -518,12 +454,6 @@ def test_passthrough_serves_the_file_as_well(path: Path, device: Path) -> None:
     content[4000:9000] = b"x" * 5000
 
     assert dump(path) == content
-
-
-def test_file_that_is_open_is_refused(path: Path, namespace: DriveNamespace) -> None:
-    path.write_bytes(bytes(8192))
-    with path.open("rb"), pytest.raises(LockedError, match="somebody has it open"):
-        by_blocks(path, namespace)
 
 
 def test_namespaces_of_others_are_refused(
