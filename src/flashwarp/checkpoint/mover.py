@@ -66,8 +66,7 @@ class _Part:
     address: int
     on_host: bool
     after: object
-    owner: object = None
-    """Keeps the memory."""
+    owner: object = None  # keeps the memory
 
 
 class Pending:

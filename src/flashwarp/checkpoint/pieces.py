@@ -34,8 +34,7 @@ _POOLED_BYTES_MIN = 1 << 20
 class _Piece:
     def __init__(self, act: Callable[[], None], ended: endings.Condition) -> None:
         self.act = act
-        self.ended = ended
-        """Of all pieces of one move."""
+        self.ended = ended  # of all pieces of one move
         self.over = False
         self.failure: BaseException | None = None
 

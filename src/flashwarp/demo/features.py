@@ -124,20 +124,14 @@ class FeaturesResult:
     cache_bytes: int
     row_bytes: int
     on_gpu: bool
-    disk: tuple[Rate, ...]
-    """From the disk, in the order of `FeatureSize.calls`."""
+    disk: tuple[Rate, ...]  # from the disk, in the order of `FeatureSize.calls`
     ceiling: DiskCeiling
     cold_note: str
-    path: str
-    """How flashwarp read the file on the disk."""
-    page_cache: tuple[Rate, ...] = ()
-    """From the page cache, on a GPU."""
-    page_cache_path: str = ""
-    """How flashwarp read the file in the page cache."""
-    missing: tuple[str, ...] = ()
-    """Ways that could not be measured, each with its reason."""
-    link_gb_per_s: float = 0.0
-    """Of the copy engine, to the GPU; 0 if not measured."""
+    path: str  # how flashwarp read the file on the disk
+    page_cache: tuple[Rate, ...] = ()  # from the page cache, on a GPU
+    page_cache_path: str = ""  # how flashwarp read the file in the page cache
+    missing: tuple[str, ...] = ()  # ways that could not be measured, each with its reason
+    link_gb_per_s: float = 0.0  # of the copy engine, to the GPU; 0 if not measured
 
     @property
     def from_disk(self) -> Rate:

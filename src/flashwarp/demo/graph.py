@@ -64,10 +64,8 @@ class Level:
     """One launch: the frontier at one distance, expanded."""
 
     frontier: int
-    bytes_needed: int
-    """Of the neighbour lists of the frontier."""
-    bytes_read: int
-    """From the file."""
+    bytes_needed: int  # of the neighbour lists of the frontier
+    bytes_read: int  # from the file
     seconds: float
 
 
@@ -77,8 +75,7 @@ class Search:
 
     source: int
     reached: int
-    entries: int
-    """Neighbour entries examined: those of every vertex reached."""
+    entries: int  # neighbour entries examined: those of every vertex reached
     seconds: float
     levels: tuple[Level, ...]
 
@@ -109,8 +106,7 @@ class GraphResult:
     cache_bytes: int
     build_seconds: float
     searches: tuple[Search, ...]
-    reference_seconds: float
-    """One search of scipy.sparse.csgraph on the graph in memory; the mean."""
+    reference_seconds: float  # one search of scipy.sparse.csgraph on the graph in memory; the mean
 
 
 # The search on the device.

@@ -33,8 +33,7 @@ class DemoResult:
     device: str
     directory: str
     size: str
-    compile_seconds: float
-    """For all kernels, once: no other figure contains it."""
+    compile_seconds: float  # for all kernels, once: no other figure contains it
     seconds: float
     features: FeaturesResult
     graph: GraphResult

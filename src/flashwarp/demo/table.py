@@ -91,8 +91,7 @@ _TILE = 4096
 class TableSize:
     """The table has the size that it has; its cache and lines can be chosen."""
 
-    cache_bytes: int
-    """Of all columns together."""
+    cache_bytes: int  # of all columns together
     line_bytes: int
     miles_min: float
 

@@ -56,10 +56,8 @@ class QueuePairStruct(ctypes.Structure):
 class NamespacePart(NamedTuple):
     """Mirror of `nvme::namespace_part`."""
 
-    end: int
-    """The byte of the namespace behind its last."""
-    base: int
-    """Where its first byte lies, less that byte's number in the namespace; modulo 2^64."""
+    end: int  # the byte of the namespace behind its last
+    base: int  # where its first byte lies, less that byte's number in the namespace; modulo 2^64
 
     @staticmethod
     def table(parts: Sequence[NamespacePart]) -> bytes:
@@ -189,8 +187,7 @@ class QueuePairs(NotCopied):
         else:
             self._rings = device.allocate_host(ring_bytes)
         sq = align_up(self._rings.address, unit)
-        self.ring_region = sq, ring_bytes
-        """Address and size of the memory in which the rings lie."""
+        self.ring_region = sq, ring_bytes  # address and size of the memory in which the rings lie
         cq = sq + count * sq_bytes
         doorbells = cq + count * cq_bytes
         pair_bytes = ctypes.sizeof(QueuePairStruct)

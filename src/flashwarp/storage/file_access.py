@@ -166,16 +166,8 @@ def reconsider(
 ) -> str | None:
     """Return why a file that is only read should change between the two now, or None.
 
-    Parameters
-    ----------
-    o_direct : bool
-        What is chosen now.
-    seen : ReadFigures
-        Since it was chosen.
-    room : int
-        Bytes that its pages may take.
-    rates : dict of bool to float
-        Bytes per second of reads in order, by choice, as far as seen.
+    `seen` is what was read since `o_direct` was chosen; `room` are the bytes that the file's pages
+    may take; `rates` are bytes per second of reads in order, by choice, as far as seen.
     """
     if seen.in_order:
         return _reconsider_in_order(o_direct, rates)
@@ -209,13 +201,8 @@ def _reconsider_in_order(o_direct: bool, rates: dict[bool, float]) -> str | None
 class ChoiceReview:
     """Changes the choice for an open file when `reconsider` says so.
 
-    Parameters
-    ----------
-    reserved_bytes : int
-        As in `FileFacts`.
-    every : int
-        Bytes that are read before it looks for the first time. After a change it waits for twice as
-        many as before, so that a varying workload does not make it change for ever.
+    It looks first when `every` bytes were read. After a change it waits for twice as many as
+    before, so that a varying workload does not make it change for ever.
 
     Notes
     -----
@@ -289,21 +276,9 @@ def reach(
 ) -> tuple[Namespace, str]:
     """Open the files of a source: all of them to be read in place, or none.
 
-    Parameters
-    ----------
-    source : Source
-        Its storages stay the caller's.
-    access : Access
-    host_bytes : callable
-        Host memory that the array's cache will take, for so many bytes in files.
-    opened : ExitStack
-        Empty; closes what is opened.
-
-    Returns
-    -------
-    storage : Namespace
-    why : str
-        Why its files were opened so, for people.
+    The storages of `source` stay the caller's. `host_bytes` returns what of the host's memory the
+    array's cache will take, for so many bytes in files. `opened` is empty, and closes what is
+    opened. Returns the storage, and why its files were opened so, for people.
 
     Raises
     ------

@@ -126,8 +126,7 @@ class Stamp(NamedTuple):
 
     device: int
     inode: int
-    nbytes: int
-    """0 for a block device."""
+    nbytes: int  # 0 for a block device
     modified_ns: int
     changed_ns: int
 

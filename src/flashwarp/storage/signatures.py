@@ -18,8 +18,7 @@ TAIL_BYTES = 128 << 10
 
 class _Mark(NamedTuple):
     name: str
-    offset: int
-    """From the begin; if negative, from the end."""
+    offset: int  # from the begin; if negative, from the end
     magic: bytes
 
 

@@ -30,8 +30,7 @@ class FilePart:
 
     path: str
     layout: npy.Layout
-    shown: str = ""
-    """What messages call the file; its path by default."""
+    shown: str = ""  # what messages call the file; its path by default
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,9 @@ class Source:
     """What an array is opened on."""
 
     dtype: np.dtype[Any]
-    shape: tuple[int, ...] | None
-    """None: one axis over all of the storage."""
+    shape: tuple[int, ...] | None  # none: one axis over all of the storage
     parts: tuple[FilePart | Namespace, ...]
-    composite: Composite | None = None
-    """How several parts are one storage; None: there is one part."""
+    composite: Composite | None = None  # how several parts are one storage; None: there is one part
 
     def shape_on(self, storage: Namespace) -> tuple[int, ...]:
         """Return the shape of the array, which must fit the storage."""

@@ -23,10 +23,7 @@ _log = logging.getLogger(__name__)
 class RankLock:
     """The lock of a rank, taken; raises LockedError if another object or process has it.
 
-    Attributes
-    ----------
-    held : bool
-        False if the file system has no locks; then a warning was logged.
+    `held` is False if the file system has no locks; then a warning was logged.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:

@@ -37,17 +37,8 @@ def superfluous(
 ) -> list[int]:
     """Return the versions that may go, ascending.
 
-    Parameters
-    ----------
-    versions : sequence of int
-        All versions, ascending.
-    is_usable : callable
-        Whether a version counts as kept. If damaged ones did, pruning could leave nothing else. It
-        is called for the newest versions, until enough are kept.
-    keep_last : int
-        Keep so many of the newest versions that can be used, at least one.
-    keep_every : int, optional
-        Also keep every version whose number is a multiple of it.
+    Versions that are not `is_usable` do not count as kept, else pruning could leave damaged ones
+    alone; it is asked of the newest, until enough are kept.
     """
     keep_last = integer("keep_last", keep_last, 1, SIZE_MAX)
     if keep_every is not None:

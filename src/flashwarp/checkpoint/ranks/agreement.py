@@ -83,8 +83,7 @@ class Attempt(ABC):
         self.number = number
         self._clock = Waited()
         self._looked = -LOOK_S
-        self.missing: list[int] = []
-        """Ranks that had not voted at the last look."""
+        self.missing: list[int] = []  # ranks that had not voted at the last look
 
     @property
     def waited_s(self) -> float:

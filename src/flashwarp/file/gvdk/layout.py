@@ -264,22 +264,15 @@ class Header:
 class Places(NamedTuple):
     """What follows from a header: where things begin in the file, and how many there are."""
 
-    marks: int
-    """The dirty bitmap: one page after another."""
-    range_bytes: int
-    """Bytes of data that one mark stands for."""
-    roots: int
-    """The pages of the L1 table, two copies of each."""
+    marks: int  # the dirty bitmap: one page after another
+    range_bytes: int  # bytes of data that one mark stands for
+    roots: int  # the pages of the L1 table, two copies of each
     root_pages: int
-    bitmap: int
-    """The pages of the bitmap of slots, two copies of each."""
+    bitmap: int  # the pages of the bitmap of slots, two copies of each
     bitmap_pages: int
-    data: int
-    """Slot 0."""
-    slots: int
-    """The most slots that the file can have."""
-    table_slots: int
-    """Consecutive slots of an L2 table, which has two copies."""
+    data: int  # slot 0
+    slots: int  # the most slots that the file can have
+    table_slots: int  # consecutive slots of an L2 table, which has two copies
 
 
 def mark_pages(capacity: int, block: int) -> int:

@@ -87,8 +87,7 @@ class Table:
     index: int
     slot: int
     entries: NDArray[np.uint64]
-    stale: bool = False
-    """Whether it is an older one, because the current one is damaged."""
+    stale: bool = False  # whether it is an older one, because the current one is damaged
 
 
 @dataclass

@@ -42,10 +42,8 @@ def capture_of(device: Device, tensor: torch.Tensor) -> int | None:
 class Part(NamedTuple):
     """One table of a lookup, as its backward needs it."""
 
-    lookup: TensorLookup
-    """Whose `keep` takes the gradients."""
-    single: TensorLookup
-    """Its rows as float32, for gradients of weights and of maxima."""
+    lookup: TensorLookup  # whose `keep` takes the gradients
+    single: TensorLookup  # its rows as float32, for gradients of weights and of maxima
     trains: bool
 
     @property

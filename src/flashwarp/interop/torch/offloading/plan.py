@@ -42,10 +42,8 @@ class Need:
 
     arrays: int
     line_bytes: int
-    lines_per_row: int
-    """At most, of any table; scales take one more."""
-    lines: int
-    """Of all tables and their scales."""
+    lines_per_row: int  # at most, of any table; scales take one more
+    lines: int  # of all tables and their scales
 
     @classmethod
     def of(cls, tables: Sequence[ModelTable], line: int | str | None) -> Need:
@@ -92,8 +90,7 @@ class Plan:
         self.depth = self._depth() if self.on_gpu else 0
         self.rings = need.arrays * self._ring_bytes(self.depth) if self.on_gpu else 0
         self.capacity = self._capacity(0)
-        self.least = self.ways * need.line_bytes
-        """Bytes of lines that the cache must have."""
+        self.least = self.ways * need.line_bytes  # bytes of lines that the cache must have
         if self.capacity < self.least:
             self._refuse_gpu(self.bytes_for(self.least), "one set of the cache")
 
