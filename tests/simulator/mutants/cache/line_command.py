@@ -5,25 +5,25 @@ from simulator.mutant import Mutant
 HEADER = "flashwarp/cache/line_command.cuh"
 
 _LAND = """\
-  if (opcode == nvme::kRead) {
-    const lanes arrived = here.ballot(mine && status == nvme::kSuccess);
-    const lanes ended = here.ballot(mine && status != nvme::kTimedOut);
-    again = land_reads(c, v, q, here, ended, arrived, t, address);
+  if (r.opcode == nvme::kRead) {
+    const lanes arrived = r.here.ballot(mine && status == nvme::kSuccess);
+    const lanes ended = r.here.ballot(mine && status != nvme::kTimedOut);
+    again = land_reads(r.c, r.v, r.q, r.here, ended, arrived, r.t, r.address);
   }
 """
 
 _RELEASE = """\
   // The slot of a command that never came back stays taken: the drive may still write its buffer.
-  if (mine && status != nvme::kTimedOut) nvme::release_slot(q, ticket);
+  if (mine && status != nvme::kTimedOut) nvme::release_slot(r.q, r.ticket);
 """
 
 _NOTE = """\
-      atomic::store_plain(&q.detached[nvme::entry_of(q, ticket)], what);
+      atomic::store_plain(&r.q.detached[nvme::entry_of(r.q, r.ticket)], what);
 """
 
 _MARK = """\
-    nvme::write_entry(q, ticket, line_command(c, v, q, opcode, ticket, t, address),
-                      FLAGS);
+    const nvme::command entry = line_command(r.c, r.v, r.q, r.opcode, r.ticket, r.t, r.address);
+    nvme::write_entry(r.q, r.ticket, entry, FLAGS);
 """
 
 _DETACHED_IN_PLACE = """\

@@ -7,8 +7,8 @@ HEADER = "flashwarp/cache/transfer.cuh"
 MUTANTS = (
     Mutant(
         "pages-left-unseen",
-        "    members |= end_lines(c, v, q, here, bundle, opcode, t, ticket, address, got);\n",
-        "    end_lines(c, v, q, here, bundle, opcode, t, ticket, address, got);\n",
+        "    members |= end_lines(r, got);\n",
+        "    end_lines(r, got);\n",
         "a fill that was read in place after the lease had ended passes for current",
         "leases",
     ),

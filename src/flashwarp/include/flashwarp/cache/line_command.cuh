@@ -235,44 +235,54 @@ FW_DEVICE lanes first_bundle(const nvme::queue_pair& q, lanes members) {
   return bundle;
 }
 
-// Submits one command for each lane of `members`, at most as many as the ring has slots. Returns
-// false if the slots did not come free in time.
-FW_DEVICE_NOINLINE bool submit_lines(line_cache& c, volume& v, nvme::queue_pair& q, lanes here,
-                                     lanes members, uint8_t opcode, const transfer& t,
-                                     bool detached, uint32_t& ticket, uint64_t& address) {
-  line_finisher finisher{c};
-  const bool mine = members.mine();
-  ticket = nvme::take_tickets(q, here, members);
-  if (!nvme::wait_for_slots(q, here, members, ticket, finisher)) return false;
-  address = mine ? data_address(c, v, q, nvme::path_of(q), ticket, t) : 0;
-  if (opcode == nvme::kWrite) stage_writes(c, v, q, here, members, t, address);
+// A warp's commands to one ring: one for the line of each lane in `members`.
+struct line_request {
+  line_cache& c;
+  volume& v;
+  nvme::queue_pair& q;
+  lanes here;
+  lanes members;
+  uint8_t opcode;
+  const transfer& t;
+  // Of the lane's command, once it is submitted: its ticket, and where its data is.
+  uint32_t ticket;
+  uint64_t address;
+};
+
+// Submits the commands, at most as many as the ring has slots. Returns false if the slots did not
+// come free in time.
+FW_DEVICE_NOINLINE bool submit_lines(line_request& r, bool detached) {
+  line_finisher finisher{r.c};
+  const bool mine = r.members.mine();
+  r.ticket = nvme::take_tickets(r.q, r.here, r.members);
+  if (!nvme::wait_for_slots(r.q, r.here, r.members, r.ticket, finisher)) return false;
+  r.address = mine ? data_address(r.c, r.v, r.q, nvme::path_of(r.q), r.ticket, r.t) : 0;
+  if (r.opcode == nvme::kWrite) stage_writes(r.c, r.v, r.q, r.here, r.members, r.t, r.address);
   if (mine) {
     if (detached) {
-      const nvme::detached_command what = detached_transfer(c, v, opcode, t, address);
-      atomic::store_plain(&q.detached[nvme::entry_of(q, ticket)], what);
+      const nvme::detached_command what = detached_transfer(r.c, r.v, r.opcode, r.t, r.address);
+      atomic::store_plain(&r.q.detached[nvme::entry_of(r.q, r.ticket)], what);
     }
-    nvme::write_entry(q, ticket, line_command(c, v, q, opcode, ticket, t, address),
-                      detached ? nvme::slot::kDetached : 0);
+    const nvme::command entry = line_command(r.c, r.v, r.q, r.opcode, r.ticket, r.t, r.address);
+    nvme::write_entry(r.q, r.ticket, entry, detached ? nvme::slot::kDetached : 0);
   }
-  here.sync();
-  nvme::publish(q, here);
+  r.here.sync();
+  nvme::publish(r.q, r.here);
   return true;
 }
 
-// Ends the commands of the lanes in `bundle`; each lane has its own `status`. Lands the data of
-// reads and frees the slots. Returns the lanes that must read again.
-FW_DEVICE lanes end_lines(const line_cache& c, const volume& v, nvme::queue_pair& q, lanes here,
-                          lanes bundle, uint8_t opcode, const transfer& t, uint32_t ticket,
-                          uint64_t address, uint32_t status) {
-  const bool mine = bundle.mine();
+// Ends the commands; each lane has its own `status`. Lands the data of reads and frees the slots.
+// Returns the lanes that must read again.
+FW_DEVICE lanes end_lines(const line_request& r, uint32_t status) {
+  const bool mine = r.members.mine();
   lanes again;
-  if (opcode == nvme::kRead) {
-    const lanes arrived = here.ballot(mine && status == nvme::kSuccess);
-    const lanes ended = here.ballot(mine && status != nvme::kTimedOut);
-    again = land_reads(c, v, q, here, ended, arrived, t, address);
+  if (r.opcode == nvme::kRead) {
+    const lanes arrived = r.here.ballot(mine && status == nvme::kSuccess);
+    const lanes ended = r.here.ballot(mine && status != nvme::kTimedOut);
+    again = land_reads(r.c, r.v, r.q, r.here, ended, arrived, r.t, r.address);
   }
   // The slot of a command that never came back stays taken: the drive may still write its buffer.
-  if (mine && status != nvme::kTimedOut) nvme::release_slot(q, ticket);
+  if (mine && status != nvme::kTimedOut) nvme::release_slot(r.q, r.ticket);
   return again;
 }
 
@@ -304,9 +314,8 @@ FW_DEVICE_NOINLINE void move_detached_on(line_cache& c, volume& v, nvme::queue_p
   while (members) {
     const lanes bundle = first_bundle(q, members);
     members -= bundle;
-    uint32_t ticket;
-    uint64_t address;
-    if (submit_lines(c, v, q, here, bundle, opcode, t, true, ticket, address)) continue;
+    line_request r = {c, v, q, here, bundle, opcode, t, 0, 0};
+    if (submit_lines(r, true)) continue;
     if (bundle.mine()) give_up_detached(c, v, opcode, t);
   }
 }

@@ -62,12 +62,11 @@ FW_DEVICE_NOINLINE uint32_t submit_spread(line_cache& c, volume& v, lanes here, 
     const lanes bundle = first_bundle(q, members);
     const bool mine = bundle.mine();
     if (mine) targets &= ~(1u << n);
-    uint32_t ticket;
-    uint64_t address;
-    const bool sent = submit_lines(c, v, q, here, bundle, opcode, t, false, ticket, address);
-    f.tickets[n] = ticket;
+    line_request r = {c, v, q, here, bundle, opcode, t, 0, 0};
+    const bool sent = submit_lines(r, false);
+    f.tickets[n] = r.ticket;
     if (mine && sent) f.on |= 1u << n;
-    if (mine && sent && q.data.leased != 0 && address != nvme::buffer_of(q, ticket)) {
+    if (mine && sent && q.data.leased != 0 && r.address != nvme::buffer_of(q, r.ticket)) {
       f.leased |= 1u << n;
     }
     if (mine && !sent) status = nvme::kTimedOut;
@@ -88,24 +87,19 @@ FW_DEVICE uint32_t done_flights(const volume& v, const flights& f) {
   return done;
 }
 
-// Ends the commands of `bundle` on one namespace, which are done or given up. Returns the lane's
-// status; `again` says whether the lane must read once more.
-FW_DEVICE_NOINLINE uint32_t end_flight(line_cache& c, volume& v, nvme::queue_pair& q, lanes here,
-                                       lanes bundle, uint8_t opcode, const transfer& t,
-                                       uint32_t ticket, bool leased, bool done, bool& again) {
-  const bool mine = bundle.mine();
+// Ends the commands on one namespace, which are done or given up. Returns the lane's status;
+// `again` says whether the lane must read once more.
+FW_DEVICE_NOINLINE uint32_t end_flight(line_request& r, bool leased, bool done, bool& again) {
   uint32_t status = nvme::kSuccess;
-  uint64_t address = 0;
-  if (mine) {
-    const uint64_t word = atomic::load_relaxed(&q.slots[nvme::entry_of(q, ticket)]);
+  if (r.members.mine()) {
+    const uint64_t word = atomic::load_relaxed(&r.q.slots[nvme::entry_of(r.q, r.ticket)]);
     status = done ? nvme::slot::status_of(word) : nvme::kTimedOut;
-    if (opcode == nvme::kRead) {
-      const uint32_t path = leased ? uint32_t(nvme::kInPlace) : nvme::path_of(q);
-      address = data_address(c, v, q, path, ticket, t);
+    if (r.opcode == nvme::kRead) {
+      const uint32_t path = leased ? uint32_t(nvme::kInPlace) : nvme::path_of(r.q);
+      r.address = data_address(r.c, r.v, r.q, path, r.ticket, r.t);
     }
   }
-  const lanes outdated = end_lines(c, v, q, here, bundle, opcode, t, ticket, address, status);
-  again = outdated.mine();
+  again = end_lines(r, status).mine();
   return status;
 }
 
@@ -136,9 +130,10 @@ FW_DEVICE_NOINLINE uint32_t wait_for_flights(line_cache& c, volume& v, lanes her
         }
         atomic::store_relaxed(&q.failed, 1u);
       }
+      line_request r = {c, v, q, here, bundle, opcode, t, f.tickets[n], 0};
+      const bool leased = (f.leased >> n) & 1;
       bool again;
-      const uint32_t got = end_flight(c, v, q, here, bundle, opcode, t, f.tickets[n],
-                                      ((f.leased >> n) & 1) != 0, ((done >> n) & 1) != 0, again);
+      const uint32_t got = end_flight(r, leased, ((done >> n) & 1) != 0, again);
       if (again) {
         targets |= 1u << n;
       } else if (mine) {

@@ -24,15 +24,14 @@ FW_DEVICE_NOINLINE uint32_t move_lines(line_cache& c, volume& v, lanes here, lan
     const lanes bundle = first_bundle(q, members);
     const bool mine = bundle.mine();
     members -= bundle;
-    uint32_t ticket;
-    uint64_t address;
-    if (!submit_lines(c, v, q, here, bundle, opcode, t, false, ticket, address)) {
+    line_request r = {c, v, q, here, bundle, opcode, t, 0, 0};
+    if (!submit_lines(r, false)) {
       if (mine) status = nvme::kTimedOut;
       continue;
     }
-    const uint32_t got = nvme::wait_for_completions(q, here, bundle, ticket, finisher);
+    const uint32_t got = nvme::wait_for_completions(q, here, bundle, r.ticket, finisher);
     if (mine) status = got;
-    members |= end_lines(c, v, q, here, bundle, opcode, t, ticket, address, got);
+    members |= end_lines(r, got);
   }
   return status;
 }
