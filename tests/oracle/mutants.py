@@ -67,7 +67,7 @@ MUTANTS = [
         "            if False:\n",
         "fake",
         "arrays,futures",
-        1,
+        24,
         20,
     ),
     Mutant(
