@@ -542,6 +542,11 @@ def test_close_in_the_middle_of_batches_ends_them_and_is_quick(tmp_path: Path) -
         engine.submit("prefetch", [0], buffer.ctypes.data)
 
 
+def test_no_rows_may_begin_anywhere() -> None:
+    with BatchEngine(DEVICE, Memory(4096), rows=8, row_bytes=512, batch_rows=8) as engine:
+        engine.wait("prefetch", engine.submit("prefetch", range(-1, -1), 0))
+
+
 def test_a_closed_engine_leaves_no_thread() -> None:
     def threads() -> int:
         return len(os.listdir("/proc/self/task"))

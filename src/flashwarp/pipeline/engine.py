@@ -331,7 +331,7 @@ class BatchEngine(endings.OfProcess):
         self._check_usable()
         port = self._port(direction)
         if isinstance(ids, range) and ids.step == 1 and (not ids or ids.start >= 0):
-            address, count, first = 0, len(ids), ids.start
+            address, count, first = 0, len(ids), ids.start if ids else 0
         elif not self._lists:
             raise ArgumentError("an engine without lists takes ranges with step 1")
         else:
