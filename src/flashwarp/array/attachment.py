@@ -240,8 +240,9 @@ class Attachment(endings.NotCopied):
 
     def forget_stream(self, stream: int) -> None:
         """Forget a stream of ours that is done and about to be destroyed."""
-        self._streams.discard(stream)
-        self.cache.streams.discard(stream)
+        with self.cache.naming:
+            self._streams.discard(stream)
+            self.cache.streams.discard(stream)
 
     def raise_noted(self) -> None:
         """Raise what earlier calls on streams, and replays, have noted so far. Does not wait."""
@@ -263,8 +264,10 @@ class Attachment(endings.NotCopied):
         if order is not None and not self._gave_up:
             order.wait(time_limit_s())
         for stream in list(self._streams):
-            self.device.wait(stream, timeout_s=time_limit_s())
-            self._streams.discard(stream)
+            with self.cache.naming:
+                if stream in self._streams:
+                    self.device.wait(stream, timeout_s=time_limit_s())
+                    self._streams.discard(stream)
 
     def _finish_streams(self) -> None:
         self.idle_streams()

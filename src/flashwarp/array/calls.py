@@ -310,8 +310,10 @@ class Calls(InFlight):
         for queue in queues:
             for seat in queue.seats:
                 seat.close()
+            cache = self._launcher.volume.cache
+            with cache.naming:
+                cache.streams.discard(queue.stream.handle)
             queue.stream.close()
-            self._launcher.volume.cache.streams.discard(queue.stream.handle)
         for seat, call in self._spoiled:
             seat.close()
             call.release()

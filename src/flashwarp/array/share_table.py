@@ -170,8 +170,9 @@ class ShareTable(Closing):
             raise self._error(left)
 
     def _free(self) -> list[int]:
-        for stream in (None, *self.cache.streams):
-            self._device.wait(stream)
+        with self.cache.naming:
+            for stream in (None, *self.cache.streams):
+                self._device.wait(stream)
         left = self._left()
         self._memory.close()
         self.cache._leave(self)
