@@ -675,6 +675,17 @@ def test_a_closed_checkpointer_refuses_calls(opened: Opener) -> None:
     assert "closed" in repr(checkpointer)
 
 
+def test_a_version_whose_flush_is_pending_can_be_restored(opened: Opener, faults: Faults) -> None:
+    checkpointer = opened()
+    faults.hold()
+    state = history(checkpointer, 6)
+    faults.until_waiting()
+
+    for version in reversed(range(6)):
+        assert_restores(checkpointer, state, version)
+    assert checkpointer.stats.stored_bytes == 0
+
+
 def test_closing_without_draining_fails_pending_futures(opened: Opener, faults: Faults) -> None:
     checkpointer = opened()
     checkpointer.protect("state", np.zeros(COUNT))

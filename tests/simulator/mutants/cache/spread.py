@@ -40,8 +40,8 @@ MUTANTS = (
     ),
     Mutant(
         "pages-left-unseen-spread",
-        "  again = outdated.mine();\n",
-        "  again = false && outdated;\n",
+        "  again = end_lines(r, status).mine();\n",
+        "  end_lines(r, status);\n  again = false;\n",
         "so does a fill of one of several namespaces",
         "leases_spread",
     ),
