@@ -268,6 +268,19 @@ int ImageStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* 
 }
 
 int ImageStorage::store(uint64_t offset, const std::byte* data, uint64_t n, IoFailure* failure) {
+  const int error = store_in_slots(offset, data, n, failure);
+  const auto has_freed = [&] {
+    const std::shared_lock guard(map_);
+    return !freed_.empty();
+  };
+  // The slots of discarded blocks can be taken after a sync, which must not name them any more.
+  if (error != ENOSPC || !has_freed()) return error;
+  if (const int failed = flush(failure)) return failed;
+  return store_in_slots(offset, data, n, failure);
+}
+
+int ImageStorage::store_in_slots(uint64_t offset, const std::byte* data, uint64_t n,
+                                 IoFailure* failure) {
   if (const int error = check_write(offset, n)) return fail(error, offset, n, failure);
   if (n == 0) return 0;
   const Turn turn(*this);

@@ -110,6 +110,7 @@ class ImageStorage final : public Storage {
   bool is_used(uint64_t slot) const;
   void set_used(uint64_t slot);
   int store(uint64_t offset, const std::byte* data, uint64_t n, IoFailure* failure);
+  int store_in_slots(uint64_t offset, const std::byte* data, uint64_t n, IoFailure* failure);
   int fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const;
 
   const std::shared_ptr<Storage> file_;

@@ -127,10 +127,8 @@ def write_bytes(hand: Hand) -> None:
 
 @step(1, alone=True)
 def cut(hand: Hand) -> None:
-    """Cut the file, or let it grow; not a sparse image, where a cut gives no room until a sync."""
+    """Cut the file, or let it grow."""
     whole = _of(hand)
-    if whole.kind == "sparse":
-        return
     size = hand.random.randrange(_CAPACITY)
     hand.say(f"f.truncate({size})")
     whole.file.truncate(size)

@@ -118,6 +118,16 @@ def test_images_hold_what_was_written(tmp_path: Path) -> None:
     case("runTest").runTest()
 
 
+def test_a_full_sparse_image_whose_blocks_were_discarded_is_written_again(tmp_path: Path) -> None:
+    with Gvdk.create(tmp_path / "image.gvdk", CAPACITY, preallocate=False) as image:
+        for turn in range(4):
+            data = bytes([turn + 1]) * CAPACITY
+            image.write(0, data)
+            assert image.read(0, CAPACITY) == data
+            assert image.verify().clean
+            image.discard(0, CAPACITY)
+
+
 def test_its_data_is_where_it_says(tmp_path: Path) -> None:
     path = tmp_path / "image.gvdk"
     with Gvdk.create(path, 5000) as image:
