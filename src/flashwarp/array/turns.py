@@ -115,11 +115,12 @@ class Turns:
         """Show a watcher what calls are about to move: byte offsets in the array, and bytes."""
         self.check_usable()
         watchers = self._attachment.launcher.watchers
-        watchers.append(watcher)
         try:
+            watchers.append(watcher)
             yield
         finally:
-            watchers.remove(watcher)
+            with contextlib.suppress(ValueError):  # a signal came before it was there
+                watchers.remove(watcher)
 
     # Acting in the turn.
 

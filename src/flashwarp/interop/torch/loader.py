@@ -235,18 +235,18 @@ class Loader(IterableDataset):  # type: ignore[misc]
         read = self._from_cpu(parts) if kinds == {"cpu"} else self._on_gpu(parts)
         self._state[2] = int(worker is not None)
         this, running = _Iteration(begin), self._running
-        running.append(this)
         try:
             with contextlib.closing(read):
+                running.append(this)
                 for each, tensors in zip(numbers, read, strict=True):
                     this.handed_out = each + 1
-                    running.remove(this)
-                    running.append(this)
+                    # In one step, because a signal may end the loop between two.
+                    running[:] = [*(other for other in running if other is not this), this]
                     if running is self._running:
                         self._last = this
                     yield self._formed(tensors)
         finally:
-            running.remove(this)
+            running[:] = [other for other in running if other is not this]
         if running is self._running:
             self._last = running[-1] if running else None
             if worker is None:
