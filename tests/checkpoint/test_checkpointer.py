@@ -686,6 +686,15 @@ def test_a_version_whose_flush_is_pending_can_be_restored(opened: Opener, faults
     assert checkpointer.stats.stored_bytes == 0
 
 
+def test_small_versions_are_flushed_together(opened: Opener, faults: Faults) -> None:
+    # One at a time, a process would get less of a disk than its neighbours with large versions.
+    checkpointer = opened(0)
+    faults.hold()
+    history(checkpointer, 4)
+    for _ in range(4):
+        faults.until_waiting()
+
+
 def test_closing_without_draining_fails_pending_futures(opened: Opener, faults: Faults) -> None:
     checkpointer = opened()
     checkpointer.protect("state", np.zeros(COUNT))
