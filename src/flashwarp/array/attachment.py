@@ -240,7 +240,7 @@ class Attachment(endings.NotCopied):
 
     def forget_stream(self, stream: int) -> None:
         """Forget a stream of ours that is done and about to be destroyed."""
-        with self.cache.naming:
+        with self.cache.streams_lock:
             self._streams.discard(stream)
             self.cache.streams.discard(stream)
 
@@ -264,7 +264,7 @@ class Attachment(endings.NotCopied):
         if order is not None and not self._gave_up:
             order.wait(time_limit_s())
         for stream in list(self._streams):
-            with self.cache.naming:
+            with self.cache.streams_lock:
                 if stream in self._streams:
                     self.device.wait(stream, timeout_s=time_limit_s())
                     self._streams.discard(stream)

@@ -311,7 +311,7 @@ class Calls(InFlight):
             for seat in queue.seats:
                 seat.close()
             cache = self._launcher.volume.cache
-            with cache.naming:
+            with cache.streams_lock:
                 cache.streams.discard(queue.stream.handle)
             queue.stream.close()
         for seat, call in self._spoiled:

@@ -170,7 +170,7 @@ class ShareTable(Closing):
             raise self._error(left)
 
     def _free(self) -> list[int]:
-        with self.cache.naming:
+        with self.cache.streams_lock:
             for stream in (None, *self.cache.streams):
                 self._device.wait(stream)
         left = self._left()

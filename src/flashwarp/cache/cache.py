@@ -261,9 +261,9 @@ class Cache(endings.OfProcess):
         # Arrays that share the cache take turns: a kernel of one may finish another's commands, so
         # no array may close while a kernel runs.
         self.turn = endings.Lock()
-        # Streams with calls that the library has not waited for; and who waits for, or ends, one.
+        # Streams with calls not waited for yet; the lock is held to wait for one, or to end one.
         self.streams: set[int] = set()
-        self.naming = endings.Lock()
+        self.streams_lock = endings.Lock()
         self._volumes: dict[int, Volume] = {}
         self._epochs = [0] * VOLUMES_MAX  # how often each entry was given up, if shared
         # What keeps the memory while no array is attached: the user, arrays that are being opened,
