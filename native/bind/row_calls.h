@@ -143,7 +143,7 @@ class RowCalls {
   int64_t changes = 0;
 
   // Returns the rows; None if it goes the ordinary way, and then does nothing. Without a stream it
-  // waits for a moment. `end` waits for what has not ended then, or raises what failed.
+  // waits for a moment; if the launch has not ended then, or has failed, it calls `end`.
   nb::object gather(nb::handle idx, nb::handle out, nb::handle stream, nb::handle end);
   bool prefetch(nb::handle idx, nb::handle stream, nb::handle end);
   // Returns what an asynchronous gather needs: result, stream, and address of the indices, their
