@@ -195,6 +195,56 @@ def test_a_version_that_is_discarded_as_its_upload_ends_does_not_stay(
     assert files_of(tmp_path / "local") == []
 
 
+def test_a_version_whose_upload_lost_its_answer_is_discarded_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote=tmp_path / "remote", retry_s=WAIT_S) as checkpointer:
+        assert checkpointer.versions() == []
+        upload = checkpointer._system.remote.upload
+
+        def stored_without_an_answer(*arguments: Any, **options: Any) -> None:
+            upload(*arguments, **options)
+            raise PathError(5, "the answer is lost", "remote")
+
+        monkeypatch.setattr(checkpointer._system.remote, "upload", stored_without_an_answer)
+        save(checkpointer, 7, [1.0])
+        clock = time.monotonic()
+        while not checkpointer._core.remote_failures:
+            assert time.monotonic() - clock < WAIT_S
+            time.sleep(0.01)
+        checkpointer.discard(7)
+        assert files_of(tmp_path / "remote") == []
+    assert files_of(tmp_path / "local") == []
+
+
+def test_a_discard_during_an_upload_is_noted_before_the_folder_loses_the_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote=tmp_path / "remote") as checkpointer:
+        assert checkpointer.versions() == []
+        upload = checkpointer._system.remote.upload
+        stored, ended = threading.Event(), threading.Event()
+
+        def slow(*arguments: Any, **options: Any) -> object:
+            found = upload(*arguments, **options)
+            stored.set()
+            assert ended.wait(WAIT_S)
+            return found
+
+        monkeypatch.setattr(checkpointer._system.remote, "upload", slow)
+        save(checkpointer, 7, [1.0])
+        assert stored.wait(WAIT_S)
+        checkpointer.discard(7)
+
+        # What the next run finds if this one is killed now.
+        directory = checkpointer._system.directory
+        there, noted = directory.versions("default"), directory.discarded("default")
+        ended.set()
+        assert (there, noted) == ([], {7})
+    assert files_of(tmp_path / "remote") == []
+    assert files_of(tmp_path / "local") == []
+
+
 def test_waiting_for_the_remote_store_stores_versions_of_earlier_runs(tmp_path: Path) -> None:
     with opened(tmp_path) as checkpointer:
         for version in range(3):

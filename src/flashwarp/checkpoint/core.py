@@ -89,8 +89,10 @@ class Core:
         # Numbers of which the remote store has versions, as it said or was given them. Whose these
         # are, only `Entry.remote` says.
         self.in_remote: set[Key] = set()
-        # Discarded versions that the remote store refused to remove; when to ask it again, in ns,
-        # and after which time from then on.
+        # The version that is on its way there: whoever copies it removes it if it is discarded.
+        self.uploading: Entry | None = None
+        # Discarded versions that the remote store may have yet; when to ask it again, in ns, and
+        # after which time from then on.
         self.leftovers: dict[Key, tuple[int, float]] = {}
         # By listing or fetch in progress: versions discarded since it began.
         self.discarded_since: dict[object, set[Key]] = {}

@@ -183,12 +183,13 @@ class Uploader:
             entry = queue.popleft()
             if entry.stored and not entry.remote and not entry.discarded:
                 core.busy[entry] += 1
+                entry.sent = True
+                core.uploading = entry
                 return partial(self._upload, entry)
         now_ns = core.now_ns()
-        for key, (due_ns, _) in list(core.leftovers.items()):
-            if key in core.entries:
-                del core.leftovers[key]  # the upload of the version takes its place
-            elif due_ns <= now_ns:
+        for key, (due_ns, _) in core.leftovers.items():
+            # The upload of a version of the same number takes its place.
+            if due_ns <= now_ns and not core.exists(key):
                 return partial(self._remove, key)
         return None
 
@@ -219,6 +220,7 @@ class Uploader:
             error = failure
         with core.changed:
             # From here on a discard removes the copy itself.
+            core.uploading = None
             gone = entry.discarded
             if not gone and error is None:
                 entry.remote = True

@@ -183,7 +183,10 @@ class Storing:
             except (FlashwarpError, OSError) as error:
                 self._stays(name, some, error)
         # Last: the remote store may fail.
-        for name, some in _by_name(each for each in removals if each.remote and not each.error):
+        with self._core.changed:
+            under_way = self._core.uploading
+        left = [each for each in removals if each.remote and each.entry is not under_way]
+        for name, some in _by_name(each for each in left if not each.error):
             try:
                 self._remote.discard_all(name, [each.entry.key[1] for each in some])
             except (FlashwarpError, OSError) as error:

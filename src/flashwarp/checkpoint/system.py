@@ -259,7 +259,7 @@ class System:
             with core.changed:
                 core.whole(partial(self._note_listed, name, found, remote, gone))
                 if self.remote is not None and not self._settings.read_only:
-                    for version in discarded - core.listed[name]:
+                    for version in discarded:
                         core.leftovers.setdefault((name, version), (0, self._settings.retry_s))
         finally:
             core.discarded_since.pop(token, None)
@@ -425,7 +425,7 @@ class System:
     def _retire(self, entry: Entry) -> tuple[Removal, Saved | None]:
         """Discard a version; called under the lock. Its future is for the caller to fail."""
         core = self.core
-        remote = entry.remote or entry.key in core.in_remote or entry.key in core.leftovers
+        remote = entry.sent or entry.key in core.in_remote or entry.key in core.leftovers
         remote = remote or entry.key[0] in self._remote_unknown
         removal = Removal(entry, entry.stored, remote)
         if entry.discarded:

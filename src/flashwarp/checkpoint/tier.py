@@ -55,6 +55,8 @@ class Entry:
     # was stored there, or compared, by this process.
     stored: bool = False
     remote: bool = False
+    # Whether an upload has begun: the store may have the version though it has never said so.
+    sent: bool = False
     discarded: bool = False  # whether the user needs it no more
     # Whether a prefetch from storage failed, so that only a restore tries again.
     unreadable: bool = False
