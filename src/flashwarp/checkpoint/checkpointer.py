@@ -243,7 +243,7 @@ class Checkpointer(endings.Closing):
                 self._core.begin(entry, saved, self.path)
             self._stager.stage(entry, sources, overlap=overlap)
             with self._core.locked():
-                self._core.whole(partial(self._core.saved, entry, began_ns, overlap))
+                self._core.saved(entry, began_ns, overlap)
         except BaseException:
             endings.uninterrupted(partial(self._give_up, entry))
             raise

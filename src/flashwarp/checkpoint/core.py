@@ -225,7 +225,8 @@ class Core:
     def begin(self, entry: Entry, saved: Saved, path: str) -> None:
         """Enter a new version, once no copy of a discarded one of its number goes on.
 
-        Called under the lock; raises ExistingVersionError.
+        Called under the lock; raises ExistingVersionError. Whoever gives the version up may find it
+        entered in part: a signal may come between any two lines.
         """
         self.check_usable()
         if self.in_use(entry.key):
@@ -239,12 +240,9 @@ class Core:
             raise ExistingVersionError(
                 errno.EEXIST, f"{entry} exists: discard it, or write another version", path
             )
-        self.whole(partial(self._enter, entry, saved))
-
-    def _enter(self, entry: Entry, saved: Saved) -> None:
-        self.entries[entry.key] = entry
-        self.futures[entry] = saved
         self.staging.add(entry)
+        self.futures[entry] = saved
+        self.entries[entry.key] = entry
 
     def saved(self, entry: Entry, began_ns: int, overlap: bool) -> None:
         """Note that the call of a checkpoint has ended well."""

@@ -42,7 +42,7 @@ class Stager:
         self._core = core
         self._storing = storing
         self._jobs: deque[Callable[[], None]] = deque()
-        self._under_way = 0
+        self._running = 0
         self._errors: list[BaseException] = []
         self._crew = Crew("staging", core.mover.crew.lock)
         core.serve("stage", self._crew, self._next_job)
@@ -73,13 +73,16 @@ class Stager:
         core = self._core
         with core.locked():
             core.wait_for(
-                lambda: self._under_way == 0,
-                lambda: f"{self._under_way} copies of protected arrays have not ended",
+                lambda: self._under_way() == 0,
+                lambda: f"{self._under_way()} copies of protected arrays have not ended",
                 timeout_s,
             )
             errors, self._errors = self._errors, []
         if errors:
             raise errors[0]
+
+    def _under_way(self) -> int:
+        return len(self._jobs) + self._running
 
     def stop(self, timeout_s: float) -> list[BaseException]:
         """End the thread; return errors that nobody has seen."""
@@ -91,15 +94,14 @@ class Stager:
 
     def _later(self, job: Callable[[], None]) -> None:
         with self._core.changed:
-            self._core.whole(partial(self._enter, job))
-
-    def _enter(self, job: Callable[[], None]) -> None:
-        self._under_way += 1
-        self._jobs.append(job)
-        self._core.wake("stage")
+            self._jobs.append(job)  # a signal after it may delay it until the next call
+            self._core.wake("stage")
 
     def _next_job(self) -> Callable[[], None] | None:
-        return partial(self._run, self._jobs.popleft()) if self._jobs else None
+        if not self._jobs:
+            return None
+        self._running += 1
+        return partial(self._run, self._jobs.popleft())
 
     def _run(self, job: Callable[[], None]) -> None:
         try:
@@ -110,7 +112,7 @@ class Stager:
                 self._errors.append(error)
         finally:
             with self._core.changed:
-                self._under_way -= 1
+                self._running -= 1
                 self._core.changed.notify_all()
 
     def _stage_later(self, entry: Entry, sources: list[Bytes]) -> None:
