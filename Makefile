@@ -137,6 +137,9 @@ clean:  ## Remove what these targets made, .venv included
 
 # The environment. Three steps with a stamp each: the venv, the extension, the extras of a target.
 
+# Python compiles the modules that are imported; pip would compile all of scipy, for 20 s.
+install = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+
 $(VENV)/venv.stamp:
 	@command -v g++ >/dev/null \
 	  || { echo 'g++ is missing. On Debian or Ubuntu: sudo apt-get install g++' >&2; exit 1; }
@@ -156,20 +159,18 @@ $(VENV)/venv.stamp:
 	  'On Debian or Ubuntu: sudo apt-get install python3-dev' >&2; exit 1; }; \
 	echo "Setting up $(VENV) with $$("$$python" --version), once."; \
 	"$$python" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	touch $@
 
 # No build isolation: the build directory then stays valid, and a rebuild compiles what changed.
 $(VENV)/package.stamp: $(VENV)/venv.stamp pyproject.toml CMakeLists.txt $(NATIVE) \
   native/bind/stub_patterns.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  'scikit-build-core>=0.11' 'nanobind>=2.7' 'cmake>=3.20' ninja
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	$(install) --upgrade pip 'scikit-build-core>=0.11' 'nanobind>=2.7' 'cmake>=3.20' ninja
+	$(install) --no-build-isolation \
 	  --config-settings=cmake.args=-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --editable .
 	mkdir -p build
 	touch $@
 
-install_extras = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+install_extras = $(install) \
   $$($(BIN)/python -c 'import sys, tomllib; \
   extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
   print(*(r.replace(" ", "") for e in sys.argv[1].split(",") for r in extras[e]))' $(1))
