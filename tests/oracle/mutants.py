@@ -1,14 +1,9 @@
-"""Mends of the library that can be taken out, and when the oracle finds that they are missing.
+"""Mends of the library that can be taken out: `mends.txt`, as `support.passages` reads it.
 
     PYTHONPATH=tests python -m oracle --device cpu --mutant NAME --seed SEED
 
 A mutant replaces a piece of a module's text when the module is imported. The oracle must call one
-of the programs from its seed on wrong, within as many programs as the list says. When the list was
-made it took these numbers of programs: order of streams 1, of asynchronous calls on a GPU 1 and on
-the CPU device 1, of kernels 1, facts 1, addresses 5, two entries 2, saved tensors 2, iterations 1,
-states that lack tables 1, fields of records 2, identity of versions 1, versions discarded while
-they are fetched 14; order of batches 2, or 3 on the driver without a GPU; one way for each block
-25, on both; stores behind loads 1.
+of the programs from its seed on wrong, within as many programs as the list says.
 """
 
 from __future__ import annotations
@@ -17,9 +12,12 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
+
+from support.passages import read
 
 
 @dataclass(frozen=True)
@@ -49,174 +47,18 @@ class Mutant:
     programs: int
 
 
-MUTANTS = [
-    Mutant(
-        "order of streams",
-        "flashwarp.launch.launcher",
-        "        if self.order is None:\n            return queue()",
-        "        return queue()",
-        "fake",
-        "arrays",
-        1,
-        20,
-    ),
-    Mutant(
-        "order of asynchronous calls on a GPU",
-        "flashwarp.array.calls",
-        "            if call.ordered:\n",
-        "            if False:\n",
-        "fake",
-        "arrays,futures",
-        24,
-        20,
-    ),
-    Mutant(
-        "order of asynchronous calls on the CPU device",
-        "flashwarp.array.turns",
-        "if not self._attachment.cache.turn._is_owned():",
-        "if False:",
-        "cpu",
-        "arrays,futures",
-        1,
-        20,
-    ),
-    Mutant(
-        "order of kernels",
-        "flashwarp.launch.order",
-        "        if array.order is not None:\n            queue =",
-        "        if False:\n            queue =",
-        "fake",
-        "kernels",
-        1,
-        20,
-    ),
-    Mutant(
-        "facts while a pipeline has the array",
-        "flashwarp.array.array",
-        "return self._turns.fact(functools.partial(explain",
-        "return self._turns.act(functools.partial(explain",
-        "cpu",
-        "pipelines",
-        1,
-        20,
-    ),
-    Mutant(
-        "addresses of tensors that are gone",
-        "flashwarp.interop.torch.states",
-        "self.tensors[self._known[key]] = given",
-        "self.tensors[self._known[key]] = given.contiguous()",
-        "cpu",
-        "torches",
-        1,
-        20,
-    ),
-    Mutant(
-        "two entries for one memory",
-        "flashwarp.loading.into",
-        "_check_same(last, each)",
-        "pass",
-        "cpu",
-        "files",
-        1,
-        10,
-    ),
-    Mutant(
-        "versions of saved tensors",
-        "flashwarp.interop.torch.activations",
-        "        saved.check()\n",
-        "",
-        "cpu",
-        "torches",
-        1,
-        20,
-    ),
-    Mutant(
-        "iterations that begin anew",
-        "flashwarp.interop.torch.loader",
-        "this.handed_out = each + 1",
-        "this.handed_out = self._state[1] = each + 1",
-        "cpu",
-        "torches",
-        1,
-        20,
-    ),
-    Mutant(
-        "states that lack tables",
-        "flashwarp.interop.torch.offloading.weight",
-        "if not self.left_out:",
-        "if self.closed:",
-        "cpu",
-        "torches",
-        1,
-        30,
-    ),
-    Mutant(
-        "fields of records",
-        "flashwarp.checkpoint.region",
-        "    if dtype.names is None:\n        return dtype.str",
-        "    if True:\n        return dtype.str",
-        "cpu",
-        "checkpoints",
-        1,
-        20,
-    ),
-    Mutant(
-        "versions discarded while they are fetched",
-        "flashwarp.checkpoint.storing",
-        "core.discarded_since[self] = discarded",
-        "core.discarded_since[self] = set()",
-        "cpu",
-        "checkpoints",
-        1,
-        80,
-    ),
-    Mutant(
-        "identity of versions that a reader knows",
-        "flashwarp.checkpoint.system",
-        "known.identity != identity",
-        "known.regions != known.regions",
-        "cpu",
-        "checkpoints",
-        1,
-        40,
-    ),
-]
+def _all() -> Iterator[Mutant]:
+    _, passages = read(Path(__file__).with_name("mends.txt"))
+    for each in passages:
+        device, rooms = each.words
+        numbers = {key: int(value) for key, value in each.options.items()}
+        yield Mutant(each.name, each.line, each.old, each.new, device, rooms, **numbers)
 
 
-NATIVE = [
-    Mutant(
-        "order of batches",
-        "native/pipeline/batch_engine.cpp",
-        "  if (writes) {\n    overlaps =",
-        "  if (false) {\n    overlaps =",
-        "cpu",
-        "pipelines",
-        1,
-        10,
-    ),
-    Mutant(
-        "one way for each block",
-        "native/storage/block_locks.h",
-        "  bool take() {\n",
-        "  void release() {}\n  bool take() { return true; }\n  bool taken() {\n",
-        "cpu",
-        "arrays,pipelines",
-        1,
-        100,
-    ),
-    Mutant(
-        "stores behind loads",
-        "native/cuda/order.cpp",
-        "(access.stores || made.stores) && !same_work",
-        "made.stores && !same_work",
-        "fake",
-        "arrays,futures",
-        1,
-        10,
-    ),
-]
-"""Mends of the extension: to be changed by hand, and built. `module` is the file. Of the second one
-the old `release` has to go, too."""
+MUTANTS, NATIVE = [], []
+for _each in _all():
+    (NATIVE if _each.module.startswith("native/") else MUTANTS).append(_each)
+"""Of modules, and of the extension, whose `module` is a file."""
 
 
 def named(name: str) -> Mutant:
