@@ -10,6 +10,7 @@ Run as a script, this file is the nursery.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,24 @@ def run(programs: Iterable[Program], folder: Path) -> Generator[Outcome, None, N
             line = nursery.stdout.readline()
             assert line, f"the nursery died before {program.name} had ended"
             yield Outcome(**json.loads(line))
+
+
+Run = Callable[[Program], Outcome]
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Run]:
+    """Yield a function that runs a program: all of them in one nursery."""
+    programs: list[Program] = []
+    # Each outcome takes the next program.
+    outcomes = run(iter(programs.pop, None), folder)
+
+    def run_one(program: Program) -> Outcome:
+        programs.append(program)
+        return next(outcomes)
+
+    with contextlib.closing(outcomes):
+        yield run_one
 
 
 def _tend(folder: Path) -> dict[str, Any]:
@@ -152,9 +171,8 @@ if __name__ == "__main__":
 
     import flashwarp as fw
 
-    for (
-        name
-    ) in fw.__all__:  # each is imported when it is first used, which a child may not be able to
+    # Each is imported when it is first used, which a child may not be able to.
+    for name in fw.__all__:
         getattr(fw, name)
 
     PROGRAM = _tend(Path(sys.argv[1]))

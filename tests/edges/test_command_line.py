@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,11 +32,29 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_names_every_command(tmp_path: Path) -> None:
-    ran = shell(f"{FLASHWARP} --help", tmp_path)
+Run = Callable[[str], tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs a command here; it returns exit code, output and errors."""
+
+    def run_here(arguments: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("sys.argv", ["flashwarp", *arguments.split()])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert isinstance(ended.value.code, int)
+        return (ended.value.code, *capsys.readouterr())
+
+    return run_here
+
+
+def test_help_names_every_command(run: Run) -> None:
+    _, said, _ = run("--help")
 
     for command in cli.COMMANDS:
-        assert re.search(rf"^\W*{command} +\w", ran.stdout, re.MULTILINE), command
+        assert re.search(rf"^\W*{command} +\w", said, re.MULTILINE), command
 
 
 @pytest.mark.parametrize(
@@ -61,39 +80,35 @@ def test_help_names_every_command(tmp_path: Path) -> None:
         ("trace replay loop --ways x", "argument --ways: invalid int value: 'x'"),
     ],
 )
-def test_wrong_arguments_are_named_and_end_with_2(
-    tmp_path: Path, arguments: str, said: str
-) -> None:
-    ran = shell(f"{FLASHWARP} {arguments}", tmp_path)
+def test_wrong_arguments_are_named_and_end_with_2(run: Run, arguments: str, said: str) -> None:
+    code, _, told = run(arguments)
 
-    assert ran.returncode == 2, ran
-    assert said in ran.stderr
-    assert ran.stderr.startswith("usage: flashwarp")
+    assert code == 2
+    assert said in told
+    assert told.startswith("usage: flashwarp")
 
 
 @pytest.mark.parametrize("command", ["doctor", "demo", "bench", "graph make", "trace"])
-def test_help_of_a_command_names_its_options(tmp_path: Path, command: str) -> None:
-    ran = shell(f"{FLASHWARP} {command} --help", tmp_path)
+def test_help_of_a_command_names_its_options(run: Run, command: str) -> None:
+    code, said, told = run(f"{command} --help")
 
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout.startswith(f"usage: flashwarp {command}")
-    assert "--" in ran.stdout.split("options:")[1]
+    assert (code, told) == (0, "")
+    assert said.startswith(f"usage: flashwarp {command}")
+    assert "--" in said.split("options:")[1]
 
 
-def test_version_is_the_one_of_the_package(tmp_path: Path) -> None:
-    assert shell(f"{FLASHWARP} --version", tmp_path).stdout == f"flashwarp {version('flashwarp')}\n"
+def test_version_is_the_one_of_the_package(run: Run) -> None:
+    assert run("--version") == (0, f"flashwarp {version('flashwarp')}\n", "")
 
 
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        ("doctor >&- 2>&-", 0),
         ("--help >&-", 0),
         ("--version >&- 2>&-", 0),
         ("graph info absent >&-", 1),
         ("graph info absent 2>&-", 1),
         ("graph info absent 2>/dev/full", 1),
-        ("doctor --json >/dev/full 2>&1", 1),
         ("--help >/dev/full", 1),
         ("--help | head -c 1", 1),
     ],

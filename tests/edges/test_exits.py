@@ -367,8 +367,10 @@ x.gather([1 << 40])
 """
 
 
-@pytest.mark.parametrize("how", ["-i", "code.interact"])
-@pytest.mark.parametrize("end", ["", "exit()\n", "import sys; sys.exit(3)\n"])
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [("-i", ""), ("-i", "import sys; sys.exit(3)\n"), ("code.interact", "exit()\n")],
+)
 def test_interactive_session_after_an_error(tmp_path: Path, how: str, end: str) -> None:
     np.save(tmp_path / "rows.npy", np.zeros((256, 16), "i4"))
     arguments = ["-i", "-q"] if how == "-i" else ["-c", "import code; code.interact()"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from edges import budget, nursery
@@ -15,11 +13,10 @@ OPERATIONS = (
 EACH_S = budget.SECONDS / len(OPERATIONS) / 2
 
 
-def failures_of(call: str, folder: Path, limit_s: float) -> tuple[list[str], str]:
+def failures_of(run_program: nursery.Run, call: str, limit_s: float) -> tuple[list[str], str]:
     """Run a program of interrupts; returns what failed, and where it was when it ended."""
-    folder.mkdir()
     code = f"from edges import interrupts\ninterrupts.main(lambda: interrupts.{call})\n"
-    (outcome,) = nursery.run([nursery.Program("interrupts", code, limit_s)], folder)
+    outcome = run_program(nursery.Program("interrupts", code, limit_s))
     lines = outcome.out.splitlines()
     wrong = [line for line in lines if line.startswith("WRONG")]
     if outcome.status == 0 and not outcome.hung:
@@ -33,12 +30,12 @@ def failures_of(call: str, folder: Path, limit_s: float) -> tuple[list[str], str
 @pytest.mark.timeout(600 + 4 * budget.SECONDS)
 @pytest.mark.parametrize("shared", [False, True], ids=["own cache", "shared cache"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_interrupt_at_any_line(tmp_path: Path, name: str, shared: bool) -> None:
+def test_interrupt_at_any_line(run_program: nursery.Run, name: str, shared: bool) -> None:
     failures: list[str] = []
     first = 0
-    for turn in range(20):
+    for _ in range(20):
         call = f"at_lines({name!r}, {shared}, {budget.SEED}, {first}, {EACH_S})"
-        found, at = failures_of(call, tmp_path / str(turn), 60 + 2 * EACH_S)
+        found, at = failures_of(run_program, call, 60 + 2 * EACH_S)
         failures += found
         # Beyond a line at which it crashed or hung, as long as it is worth knowing more.
         if not at or len(failures) > 3 or not at.split()[1].isdecimal():
@@ -49,23 +46,23 @@ def test_interrupt_at_any_line(tmp_path: Path, name: str, shared: bool) -> None:
 
 
 @pytest.mark.timeout(600 + 4 * budget.SECONDS)
-def test_signal_at_any_time(tmp_path: Path) -> None:
+def test_signal_at_any_time(run_program: nursery.Run) -> None:
     call = f"at_times({budget.SEED}, {budget.SECONDS / 2})"
 
-    failures, _ = failures_of(call, tmp_path / "signals", 60 + 2 * budget.SECONDS)
+    failures, _ = failures_of(run_program, call, 60 + 2 * budget.SECONDS)
 
     assert not failures, f"seed {budget.SEED}:\n" + "\n".join(failures)
 
 
 @pytest.mark.timeout(600 + 10 * budget.INTERRUPTED_PROGRAMS)
 @pytest.mark.parametrize("name", ["checkpointer", "pipeline", "loader", "file", "shared"])
-def test_signal_at_any_time_of_a_program(tmp_path: Path, name: str) -> None:
+def test_signal_at_any_time_of_a_program(run_program: nursery.Run, name: str) -> None:
     if name == "loader":
         pytest.importorskip("torch")
     failures: list[str] = []
     for first in range(0, budget.INTERRUPTED_PROGRAMS, 50):
         count = min(50, budget.INTERRUPTED_PROGRAMS - first)
         call = f"programs({name!r}, {budget.SEED}, {first}, {count})"
-        failures += failures_of(call, tmp_path / str(first), 120 + 10 * count)[0]
+        failures += failures_of(run_program, call, 120 + 10 * count)[0]
 
     assert not failures, f"seed {budget.SEED}:\n" + "\n".join(failures)

@@ -1,6 +1,6 @@
-"""How things end: whoever closes what first, whatever is copied, pickled, forked or interrupted.
+"""How things end: whoever closes what first, whatever is copied, pickled or forked.
 
-What happens to arrays at the end of a process, in many combinations, is in `edges/`.
+What happens to arrays at the end of a process, and whatever is interrupted, is in `edges/`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,9 +34,6 @@ from flashwarp.errors import (
 )
 from flashwarp.storage import File
 from flashwarp.testing import Faulty
-from support.samples import sample
-
-PACKAGE = str(Path(fw.__file__).parent)
 
 
 @pytest.fixture
@@ -341,21 +336,6 @@ def test_array_lost_in_the_turn_of_another_is_closed_afterwards(
 # The end of the process.
 
 
-def test_array_that_is_open_at_exit_is_flushed(path: Path) -> None:
-    done = run(
-        """
-        import sys, flashwarp as fw
-        x = fw.open(sys.argv[1], "r+", device="cpu")
-        def hold(): return x
-        x[3] = 77
-        """,
-        path,
-    )
-
-    assert (done.returncode, done.stderr) == (0, "")
-    assert np.load(path)[3].tolist() == [77] * 4
-
-
 def test_flush_that_fails_at_exit_is_told(tmp_path: Path) -> None:
     np.arange(512).tofile(tmp_path / "f")
     done = run(
@@ -371,24 +351,6 @@ def test_flush_that_fails_at_exit_is_told(tmp_path: Path) -> None:
     )
 
     assert "StorageError" in done.stderr
-
-
-def test_nothing_opens_once_the_interpreter_ends(path: Path) -> None:
-    done = run(
-        """
-        import atexit, sys
-        @atexit.register  # registered before the library's own, so it runs after it
-        def late():
-            try:
-                fw.open(sys.argv[1], device="cpu")
-            except fw.errors.ClosedError as error:
-                print(error)
-        import flashwarp as fw
-        """,
-        path,
-    )
-
-    assert "the interpreter is ending" in done.stdout, done.stderr
 
 
 def test_daemon_threads_may_gather_when_the_interpreter_ends(path: Path) -> None:
@@ -459,23 +421,6 @@ def _copy(path: Path) -> Path:
     return other
 
 
-def test_child_of_a_process_that_closed_everything_ends(path: Path) -> None:
-    done = run(
-        """
-        import os, sys, flashwarp as fw
-        with fw.open(sys.argv[1], device="cpu") as x:
-            x.gather([1, 2])
-        child = os.fork()
-        if child == 0:
-            sys.exit(0)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        """,
-        path,
-    )
-
-    assert (done.stdout, done.stderr) == ("0\n", "")
-
-
 def test_counters_of_an_inherited_array_are_refused_even_in_a_turn(path: Path) -> None:
     with fw.open(path, mode="r+", device="cpu") as x:
         held, leave = threading.Event(), threading.Event()
@@ -497,108 +442,6 @@ def test_counters_of_an_inherited_array_are_refused_even_in_a_turn(path: Path) -
         leave.set()
         holder.join()
         assert os.waitstatus_to_exitcode(status) == 0
-
-
-# Interrupts.
-
-
-class Interrupt(BaseException):
-    """What a signal handler raises."""
-
-
-def interrupted(act: Callable[[], Any], line: int) -> tuple[bool, Any]:
-    """Call, and raise at the n-th line of the library; return whether that was, and the result."""
-    seen = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal seen
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return trace if event == "call" else None
-        if event == "line":
-            seen += 1
-            if seen == line:
-                sys.settrace(None)
-                raise Interrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        return False, act()
-    except Interrupt:
-        return True, None
-    finally:
-        sys.settrace(None)
-
-
-def works(x: fw.Array) -> None:
-    """Check that an array is usable, from another thread, or closed; and closes."""
-    found: list[Any] = []
-
-    def use() -> None:
-        try:
-            found.append(x.gather([7, 3])[:, 0].tolist())
-            x.gather_async([1]).result()
-            x.close()
-        except ClosedError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=use, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive(), "the array hangs"
-    assert found
-    assert found[0] == [7, 3] or isinstance(found[0], ClosedError)
-
-
-# Each is interrupted at each of its lines; `tests/edges` draws some lines of every call.
-CALLS: dict[str, Callable[[fw.Array], Any]] = {
-    "close": lambda x: x.close(),
-    "flush": lambda x: x.flush(),
-    "gather": lambda x: x.gather(np.array([1, 500, 2])),
-    "scatter": lambda x: x.scatter([9], np.full((1, 4), 9)),
-    "item": lambda x: x[10:20],
-    "store": lambda x: x.__setitem__(11, 11),
-    "drop_cache": lambda x: x.drop_cache(),
-    "stats": lambda x: x.stats,
-    "gather_async": lambda x: x.gather_async([4]).result(),
-}
-
-
-# An interrupt in a finalizer is printed, as everywhere in Python.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("name", sample(list(CALLS), 9))
-def test_interrupted_call_leaves_an_array_usable_or_closed(
-    name: str, path: Path, device: CpuDevice
-) -> None:
-    other = _copy(path)
-    line = 0
-    with fw.Cache("64 KiB", device=device) as cache, fw.open(other, cache=cache) as neighbour:
-        hit = True
-        while hit:
-            line += 1
-            x = fw.open(path, "r+", cache=cache)
-            x[900] = 900
-            hit, _ = interrupted(lambda x=x: CALLS[name](x), line)
-            works(x)
-            x.close()
-            assert neighbour.gather([5]).tolist() == [[5] * 4]
-    assert line > 5
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_interrupted_open_opens_or_does_not(path: Path, device: CpuDevice) -> None:
-    line, hit = 0, True
-    with fw.Cache("64 KiB", device=device) as cache:
-        while hit:
-            line += 1
-            hit, x = interrupted(lambda: fw.open(path, "r+", cache=cache), line)
-            gc.collect()
-            if x is not None:
-                works(x)
-            assert not cache._volumes
-    gc.collect()
-    assert not device._owned
 
 
 def test_lock_comes_free_when_what_held_it_raises() -> None:

@@ -41,16 +41,12 @@ def run_block(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
     No GPU is visible, and warnings would be the first thing seen.
     """
     folder = tmp_path_factory.mktemp("blocks")
-    programs: list[nursery.Program] = []
-    # Each outcome takes the next program, in one process that forks for each.
-    outcomes = nursery.run(iter(programs.pop, None), folder)
 
     def run(code: str) -> str:
         script = tmp_path_factory.mktemp("block") / "block.py"
         script.write_text(code)
         start = f"import runpy\nrunpy.run_path({str(script)!r}, run_name='__main__')\n"
-        programs.append(nursery.Program("block", start, limit_s=100))
-        outcome = next(outcomes)
+        outcome = run_program(nursery.Program("block", start, limit_s=100))
         assert outcome.status == 0, outcome
         # On a busy machine a compilation says that it takes long.
         said = [line for line in outcome.err.splitlines() if "takes longer than" not in line]
@@ -61,8 +57,8 @@ def run_block(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("PYTHONWARNINGS", "error")
         patch.setenv("FLASHWARP_RUNTIME_DIR", str(folder / "run"))
-        yield run
-        outcomes.close()
+        with nursery.opened(folder) as run_program:
+            yield run
 
 
 @pytest.mark.parametrize("block", BLOCKS)
