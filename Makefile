@@ -51,7 +51,6 @@ test: $(VENV)/dev.stamp  ## Everything that CI runs: lint, sanitizers, tests
 	  --ignore=tests/benchmarks $(ARGS)
 
 test-all: export FLASHWARP_ALL_TESTS := 1
-test-all: export FLASHWARP_MISUSE_SEQUENCES ?= 300
 test-all: export FLASHWARP_EDGES_SECONDS ?= 8
 test-all: export FLASHWARP_EDGES_EXITS ?= 1980
 test-all: export FLASHWARP_INDEXING_KEYS ?= 12000

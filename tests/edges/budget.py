@@ -10,8 +10,6 @@ SECONDS = float(os.environ.get("FLASHWARP_EDGES_SECONDS", "4"))
 EXITS = int(os.environ.get("FLASHWARP_EDGES_EXITS", "44"))
 """Of 1,980, of which the first 110 are each pair of a holder with a way of ending."""
 
-MISUSE_SEQUENCES = int(os.environ.get("FLASHWARP_MISUSE_SEQUENCES", "100"))
-
 INTERRUPTED_PROGRAMS = int(os.environ.get("FLASHWARP_INTERRUPTED_PROGRAMS", "12"))
 """Of each kind."""
 

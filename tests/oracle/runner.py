@@ -25,6 +25,7 @@ from oracle import (  # noqa: F401 - their steps
     files,
     futures,
     kernels,
+    misuse,
     pipelines,
     sharing,
     tables,
