@@ -7,7 +7,6 @@ Sequences on storages that do not fail are the oracle's (`tests/oracle`).
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -30,6 +29,7 @@ import flashwarp as fw
 from flashwarp.errors import ControllerError, StorageError
 from flashwarp.storage import File, Memory, Storage
 from flashwarp.testing import Faulty
+from support.samples import FUZZ_EXAMPLES
 
 RECORD = np.dtype([("key", "<i8"), ("weight", "<f4"), ("name", "S5")])  # 17 bytes
 
@@ -353,12 +353,9 @@ class ArrayMachine(RuleBasedStateMachine):
             assert stats.doorbells <= stats.commands
 
 
-# A budget: longer runs look deeper, such as FLASHWARP_FUZZ_EXAMPLES=2000.
-_EXAMPLES = int(os.environ.get("FLASHWARP_FUZZ_EXAMPLES", "25"))
-
 TestFaultyArray = ArrayMachine.TestCase
 TestFaultyArray.settings = settings(
-    max_examples=_EXAMPLES,
+    max_examples=FUZZ_EXAMPLES // 10,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -14,6 +14,9 @@ T = TypeVar("T")
 
 EVERYTHING = bool(os.environ.get("FLASHWARP_ALL_TESTS"))
 
+FUZZ_EXAMPLES = int(os.environ.get("FLASHWARP_FUZZ_EXAMPLES", "200"))
+"""Pieces of damaged input for each parser. Sequences of calls take longer: a tenth as many."""
+
 
 def sample(items: Sequence[T], parts: int) -> list[T]:
     """Return one in `parts` of the items, at least one, in their order; or all items."""
