@@ -22,12 +22,18 @@ import flashwarp as fw
 SOURCE = """
 #include "flashwarp/array/shared.cuh"
 
-// All threads come to each meeting, and see what the others stored before it.
-FW_DEVICE void meet(uint32_t* arrived, uint32_t meeting) {
+// All threads come to each meeting, and see what the others stored before it; false if not all of
+// them have come within ten seconds.
+FW_DEVICE bool meet(uint32_t* arrived, uint32_t meeting) {
   fw::atomic::fence();
   fw::atomic::add(arrived, 1u);
   const uint32_t all = meeting * fw::base::thread_count();
-  while (fw::atomic::load_acquire(arrived) < all) fw::base::pause(100);
+  const uint64_t end = fw::base::clock_ns() + 10'000'000'000;
+  while (fw::atomic::load_acquire(arrived) < all) {
+    if (fw::base::clock_ns() > end) return false;
+    fw::base::pause(100);
+  }
+  return true;
 }
 
 FW_KERNEL smooth(fw::array<double> rows, fw::share_table table, double* buffers, uint64_t columns,
@@ -38,18 +44,19 @@ FW_KERNEL smooth(fw::array<double> rows, fw::share_table table, double* buffers,
   for (uint64_t row = 0; row < rows.size(); row += columns) {
     bool ok = s.acquire(row, buffers + thread * columns) == fw::nvme::kSuccess;
     if (s.owns_line()) fw::atomic::add(copies, 1u);
-    meet(arrived, ++meeting);
-    for (uint32_t round = 0; round < rounds; round++) {
+    bool met = meet(arrived, ++meeting);
+    for (uint32_t round = 0; met && round < rounds; round++) {
       // Odd elements of even rounds, and even ones of odd rounds: nobody stores to a neighbour.
       uint64_t k = 1 + round % 2 + 2 * thread;
       for (; k + 1 < columns; k += 2 * fw::base::thread_count()) {
         const double mean = (s[row + k - 1] + s[row + k + 1]) / 2;
         ok = s.store(row + k, mean) == fw::nvme::kSuccess && ok;
       }
-      meet(arrived, ++meeting);
+      met = meet(arrived, ++meeting);
     }
-    ok = s.release() == fw::nvme::kSuccess && ok;
+    ok = s.release() == fw::nvme::kSuccess && ok && met;
     if (!ok) fw::atomic::add(failed, 1u);
+    if (!met) return;
   }
 }
 """
