@@ -175,8 +175,10 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in python_files}
 
 
-def imports_of(text: str, *, types: bool = True) -> Iterator[str]:
+@functools.cache
+def imports_of(text: str, *, types: bool = True) -> frozenset[str]:
     """What a source imports, at its top or inside a function; with `types`, for types alone too."""
+    found: set[str] = set()
     pending: list[ast.AST] = [ast.parse(text)]
     while pending:
         node = pending.pop()
@@ -184,11 +186,13 @@ def imports_of(text: str, *, types: bool = True) -> Iterator[str]:
             pending += node.orelse
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide the direction"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        pending += ast.iter_child_nodes(node)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        if not isinstance(node, ast.expr):
+            pending += ast.iter_child_nodes(node)
+    return frozenset(found)
 
 
 @functools.cache

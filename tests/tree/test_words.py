@@ -7,9 +7,7 @@ uses for them.
 from __future__ import annotations
 
 import functools
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,23 +75,30 @@ NOT_CODE = re.compile(
 )
 
 
+NOT_PYTHON = re.compile(
+    r"""\#[^\n]* | (\"{3}|'{3}).*?\1 | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*'""",
+    re.DOTALL | re.VERBOSE,
+)
+
+
 def names_in(path: str, text: str) -> Iterator[tuple[int, str]]:
     """Yield the names in code, with their lines."""
-    if path.endswith(".py"):
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.NAME:
-                yield token.start[0], token.string
-        return
-    code = NOT_CODE.sub(lambda found: "\n" * found[0].count("\n"), text)
+    not_code = NOT_PYTHON if path.endswith(".py") else NOT_CODE
+    code = not_code.sub(lambda found: "\n" * found[0].count("\n"), text)
     for number, line in enumerate(code.split("\n"), 1):
         for name in re.findall(r"[A-Za-z_]\w*", line):
             yield number, name
 
 
+@functools.cache
+def words_of(name: str) -> frozenset[str]:
+    """Split a name such as `kBatchMax`, `batch_` or `two_batches`."""
+    return frozenset(part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name))
+
+
 def has(name: str, word: str) -> bool:
-    """Whether a word is a part of a name, such as of `kBatchMax`, `batch_` and `two_batches`."""
-    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
-    return any(part.lower() in (word, f"{word}s", f"{word}es") for part in parts)
+    """Whether a word, or its plural, is a part of a name."""
+    return not words_of(name).isdisjoint((word, f"{word}s", f"{word}es"))
 
 
 @functools.cache
