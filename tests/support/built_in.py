@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +12,18 @@ from typing import Any
 import pytest
 
 from flashwarp import _native
+from flashwarp._jit import nvrtc
+from flashwarp._jit.artifact_cache import content_key
 from flashwarp.device import CpuDevice, Device
 from flashwarp.policy import CLOCK, POLICIES, Policy
 from support.once import once
-from support.samples import sample
+from support.samples import EVERYTHING
 
-# A policy takes a quarter of a minute: the default one, and another one.
-_OTHERS = [policy for policy in POLICIES.values() if policy != CLOCK]
-CUBIN_POLICIES = [CLOCK, *sample(_OTHERS, len(_OTHERS))]
+# A policy takes half a minute.
+CUBIN_POLICIES = list(POLICIES.values()) if EVERYTHING else [CLOCK]
 """The policies that `cubins` has files of."""
+
+_ROOT = Path(__file__).parents[2]
 
 
 def built_in_kernels() -> list[str]:
@@ -30,16 +34,29 @@ def built_in_kernels() -> list[str]:
 
 
 def cubins(factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of the files for GPUs of compute capability 9, made once in a run."""
+    """Return a folder of the files for GPUs of compute capability 9, made once for all runs."""
+    # The architecture that serves this one is built.
+    chosen = ["91", *(policy.name for policy in CUBIN_POLICIES)]
+    sources = sorted((_ROOT / "src" / "flashwarp").rglob("*.cu*"))
+    sources += [
+        _ROOT / "native" / "cubins.py",
+        *(_ROOT / "src" / "flashwarp" / "_jit").glob("*.py"),
+    ]
+    parts = [each.read_bytes() for each in sources]
+    key = content_key(f"{nvrtc.version()} {chosen}".encode(), *parts)
+    kept = _ROOT / "build" / "tests" / f"cubins-{key[:32]}"
 
     def make(folder: Path) -> None:
-        script = Path(__file__).parents[2] / "native" / "cubins.py"
-        # The architecture that serves this one is built.
-        chosen = ["91", *(policy.name for policy in CUBIN_POLICIES)]
-        command = [sys.executable, script, Path(_native.__file__).parent, folder, *chosen]
+        if kept.exists():
+            return
+        script = _ROOT / "native" / "cubins.py"
+        command = [sys.executable, script, Path(_native.__file__).parent, folder / "new", *chosen]
         subprocess.run(command, capture_output=True, check=True)
+        shutil.rmtree(kept.parent, ignore_errors=True)
+        shutil.copytree(folder / "new", kept)
 
-    return once(factory, "cubins", make)
+    once(factory, "cubins", make)
+    return kept
 
 
 def launch(
