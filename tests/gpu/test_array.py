@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -111,44 +108,3 @@ def test_truncated_file_raises_and_the_array_stays_usable(tmp_path, device):
                 x.gather(np.array([3999]))
             assert caught.value.filename == str(path)
             assert (x.gather(np.array([5])) == content[[5]]).all()
-
-
-def test_out_of_device_memory_is_typed(tmp_path, device):
-    save(tmp_path / "a.npy", (10, 10))
-    with pytest.raises(errors.DeviceOutOfMemory):
-        fw.open(tmp_path / "a.npy", device=device, cache="900 GiB")
-
-
-@pytest.mark.parametrize("o_direct", [True, False])
-def test_refresh_reads_what_another_process_has_flushed(tmp_path, device, o_direct):
-    path = tmp_path / "a.npy"
-    content = save(path, (4000, 256))
-    store = f"""
-import flashwarp as fw
-with fw.open({str(path)!r}, "r+", device="cpu", o_direct={o_direct}) as x:
-    x[100:200] = -1
-"""
-    with fw.open(path, device=device, cache="16 MiB", o_direct=o_direct) as x:
-        assert (x[...] == content).all()
-        subprocess.run([sys.executable, "-c", store], check=True, timeout=60)
-
-        x.refresh()
-
-        content[100:200] = -1
-        assert (x[...] == content).all()
-
-
-def test_stores_to_a_file_that_was_cut_are_reported(tmp_path, device):
-    path = tmp_path / "a.npy"
-    content = save(path, (4000, 1024))
-    for o_direct in (False, True):
-        np.save(path, content)
-        x = fw.open(path, "r+", device=device, cache="4 MiB", o_direct=o_direct)
-        x[3990:] = 7
-        os.truncate(path, 1 << 20)
-        time.sleep(0.01)  # writers rely on a look at the file for a millisecond
-        with pytest.raises(errors.StorageError, match="truncated"):
-            x.flush()
-        with pytest.raises(errors.StorageError, match="truncated"):
-            x.close()
-        assert path.stat().st_size == 1 << 20

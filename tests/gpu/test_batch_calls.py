@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.device import CudaDevice, DeviceMemory, resolve
+from flashwarp.device import CudaDevice, DeviceMemory
 from flashwarp.errors import ArgumentError, DeviceTimeout
 from flashwarp.pipeline.device_calls import DeviceCalls
 from flashwarp.pipeline.engine import BatchEngine, Ring
@@ -68,13 +68,6 @@ FW_KERNEL keep(fw::pipeline<const int32_t> p, int32_t* to, uint64_t* out) {
   if (fw::base::thread_index() == 0) out[0] = ticket >> 16;
 }
 """
-
-
-@pytest.fixture(scope="module")
-def device() -> CudaDevice:
-    made = resolve("cuda:0")
-    assert isinstance(made, CudaDevice)
-    return made
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import pytest
 import flashwarp as fw
 from flashwarp import _native
 from flashwarp.cli.doctor_nvme import Machine
-from flashwarp.device import CudaDevice, resolve
+from flashwarp.device import CudaDevice
 from flashwarp.device.memory import align_up
 from flashwarp.errors import DeviceError
 from flashwarp.nvme import gpu_mapping
@@ -29,13 +29,6 @@ from support.extents import check_arrays_by_extents
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 _EXPORT_BYTES = 2 << 20
-
-
-@pytest.fixture
-def device() -> CudaDevice:
-    found = resolve("cuda:0")
-    assert isinstance(found, CudaDevice)
-    return found
 
 
 @pytest.mark.parametrize("line", [512, 4096, 8192])

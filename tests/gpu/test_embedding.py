@@ -16,13 +16,9 @@ import flashwarp as fw
 import flashwarp.torch
 from flashwarp.errors import BoundsError
 from flashwarp.testing import Faulty
+from gpu.captures import MARKS, captured
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default::UserWarning"),
-    pytest.mark.filterwarnings("default::FutureWarning"),
-    pytest.mark.filterwarnings("default::DeprecationWarning"),
-]
+pytestmark = MARKS
 
 ROWS = 20000
 HELD = {
@@ -68,19 +64,6 @@ def stored_as(tmp_path, device):
 def ids(*shape, rows=ROWS, seed=0, dtype=torch.int64):
     made = torch.Generator().manual_seed(seed)
     return torch.randint(0, rows, shape, generator=made).to(dtype).cuda()
-
-
-def captured(work):
-    """Record what a function queues in a graph, after one run outside of it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
 
 
 # Rows.

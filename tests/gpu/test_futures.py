@@ -86,25 +86,6 @@ def test_close_waits(storage, device, content):
 # With a library of the caller's.
 
 
-def test_torch_in_torch_out(x, content):
-    torch = pytest.importorskip("torch")
-    index = torch.randint(-ROWS, ROWS, (40, 5), device="cuda")
-    out = torch.empty((40, 5, WORDS), dtype=torch.int32, device="cuda")
-
-    result = x.gather_async(index).result()
-    assert isinstance(result, torch.Tensor)
-    assert result.is_cuda
-    assert (result.cpu().numpy() == content[index.cpu().numpy()]).all()
-    assert x.gather_async(index, out=out).result() is out
-    assert (out == result).all()
-    with pytest.raises(errors.BoundsError, match="index 4000 "):
-        x.gather_async(torch.tensor([1, 4000], device="cuda")).result()
-    with pytest.raises(errors.BoundsError, match="index -4001 "):
-        x.scatter_async(torch.tensor([-4001], device="cuda"), 1).result()
-    x.scatter_async(index, out + 1).result()
-    assert (x.gather(index) == out + 1).all()
-
-
 def test_read_waits_for_its_stream_only(x, content):
     torch = pytest.importorskip("torch")
     busy, free = torch.cuda.Stream(), torch.cuda.Stream()
@@ -120,24 +101,6 @@ def test_read_waits_for_its_stream_only(x, content):
     assert (read.result().cpu().numpy() == content[:100]).all()
     assert not held.done()
     assert (held.result().cpu().numpy() == content[:100]).all()
-
-
-def test_cupy_in_cupy_out(x, content):
-    cupy = pytest.importorskip("cupy")
-    index = cupy.random.randint(0, ROWS, 500)
-
-    result = x.gather_async(index).result()
-
-    assert isinstance(result, cupy.ndarray)
-    assert (result.get() == content[index.get()]).all()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    read = x.gather_async(index, stream=stream)
-    out = read.before(stream)
-    with stream:
-        assert int((out == result).all())
-    read.result()
-    x.scatter_async(cupy.arange(10), cupy.full((10, WORDS), 7, cupy.int32)).result()
-    assert (x[:10] == 7).all()
 
 
 def test_calls_do_not_wait_for_the_librarys_own_stream(x, device, content):

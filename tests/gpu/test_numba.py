@@ -19,7 +19,7 @@ pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
 from numba import cuda
 
 import flashwarp as fw
-from flashwarp.device import CudaDevice, resolve
+from flashwarp.device import CudaDevice
 from flashwarp.errors import ArgumentError, BoundsError, ClosedError, StorageError
 from flashwarp.interop.numba import atomic_add, jit, prefetch, read_async, write_async
 from flashwarp.testing.faults import Faulty
@@ -35,13 +35,6 @@ DTYPES = [
     "complex64",
     "complex128",
 ]
-
-
-@pytest.fixture(scope="module")
-def device() -> CudaDevice:
-    made = resolve("cuda:0")
-    assert isinstance(made, CudaDevice)
-    return made
 
 
 @jit

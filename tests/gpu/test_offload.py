@@ -13,13 +13,9 @@ import torch
 from torch import nn
 
 from flashwarp.torch import offload
+from gpu.captures import MARKS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default::UserWarning"),
-    pytest.mark.filterwarnings("default::FutureWarning"),
-    pytest.mark.filterwarnings("default::DeprecationWarning"),
-]
+pytestmark = MARKS
 
 ROWS, WIDTH = 100_003, 80  # rows of 160 bytes, as those of n-gram tables
 _NAMES = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -27,18 +25,12 @@ from support.policy_models import SetAssociative
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[CudaDevice]:
-    with CudaDevice() as device:
-        yield device
-
-
 @pytest.mark.parametrize("policy", POLICIES)
-def test_one_row_at_a_time_hits_as_in_the_model(gpu: CudaDevice, policy: str) -> None:
+def test_one_row_at_a_time_hits_as_in_the_model(device: CudaDevice, policy: str) -> None:
     model = SetAssociative(policy, 3, 4)
     lines = np.random.default_rng(5).zipf(1.3, 200) % 40
 
-    with Cache(12 * LINE, LINE, 4, policy, gpu) as cache, array_of(40, cache) as x:
+    with Cache(12 * LINE, LINE, 4, policy, device) as cache, array_of(40, cache) as x:
         for line in lines.tolist():
             assert x.gather(np.array([line]))[0, 0] == line
         hits = x.stats.hits
@@ -46,9 +38,9 @@ def test_one_row_at_a_time_hits_as_in_the_model(gpu: CudaDevice, policy: str) ->
     assert hits == sum(model.access(line) for line in lines.tolist())
 
 
-def test_hostile_policy_is_refused_and_breaks_nothing(gpu: CudaDevice) -> None:
+def test_hostile_policy_is_refused_and_breaks_nothing(device: CudaDevice) -> None:
     with (
-        Cache(15 * 4 * LINE, LINE, 4, Policy("hostile", HOSTILE), gpu) as cache,
+        Cache(15 * 4 * LINE, LINE, 4, Policy("hostile", HOSTILE), device) as cache,
         array_of(300, cache, writable=True) as x,
     ):
         use(x, 2)
@@ -56,14 +48,14 @@ def test_hostile_policy_is_refused_and_breaks_nothing(gpu: CudaDevice) -> None:
         assert cache.refusals > 0
 
 
-def test_policy_in_python_does_what_it_says(gpu: CudaDevice) -> None:
+def test_policy_in_python_does_what_it_says(device: CudaDevice) -> None:
     lines = np.random.default_rng(6).zipf(1.3, 200) % 40
     ours = Policy.from_python(
         "python_lru", on_hit=lru_hit, on_fill=lru_fill, choose_victim=lru_victim
     )
 
     def hits(policy: str | Policy) -> int:
-        with Cache(12 * LINE, LINE, 4, policy, gpu) as cache, array_of(40, cache) as x:
+        with Cache(12 * LINE, LINE, 4, policy, device) as cache, array_of(40, cache) as x:
             for line in lines:
                 x.gather(np.array([line]))
             return x.stats.hits
@@ -71,13 +63,13 @@ def test_policy_in_python_does_what_it_says(gpu: CudaDevice) -> None:
     assert hits(ours) == hits("lru")
 
 
-def test_kernel_of_ones_own_has_its_policy(gpu: CudaDevice) -> None:
+def test_kernel_of_ones_own_has_its_policy(device: CudaDevice) -> None:
     newest = Policy("newest", NEWEST, keeps_words=False)
-    touch = fw.compile(TOUCH, gpu, policy=newest)["touch"]
-    out = gpu.empty_array((1,), np.int64)
+    touch = fw.compile(TOUCH, device, policy=newest)["touch"]
+    out = device.empty_array((1,), np.int64)
 
     with (
-        Cache(4 * LINE, LINE, 4, newest, gpu) as cache,
+        Cache(4 * LINE, LINE, 4, newest, device) as cache,
         array_of(10, cache, writable=True) as x,
     ):
         for line in (0, 1, 2, 3, 4, 0):
@@ -87,7 +79,7 @@ def test_kernel_of_ones_own_has_its_policy(gpu: CudaDevice) -> None:
             assert out.copy_to_host()[0] == line
         assert x.stats.misses == 5
     with (
-        Cache(4 * LINE, LINE, 4, "sieve", gpu) as cache,
+        Cache(4 * LINE, LINE, 4, "sieve", device) as cache,
         array_of(10, cache, writable=True) as x,
         pytest.raises(fw.errors.ArgumentError, match="policy='sieve'"),
     ):

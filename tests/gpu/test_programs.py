@@ -12,19 +12,12 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.device import CudaDevice, resolve
+from flashwarp.device import CudaDevice
 from flashwarp.errors import ArgumentError, ClosedError, CompileError, DtypeError
 
 pytestmark = pytest.mark.gpu
 
 KERNELS = Path(__file__).parents[1] / "support" / "program_kernels.cu"
-
-
-@pytest.fixture(scope="module")
-def device() -> CudaDevice:
-    made = resolve("cuda:0")
-    assert isinstance(made, CudaDevice)
-    return made
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,9 @@ import flashwarp as fw
 import flashwarp.torch
 from flashwarp import graphs
 from flashwarp.errors import ArgumentError, BoundsError, CaptureError, ForkError
+from gpu.captures import MARKS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default::UserWarning"),
-    pytest.mark.filterwarnings("default::FutureWarning"),
-    pytest.mark.filterwarnings("default::DeprecationWarning"),
-]
+pytestmark = MARKS
 
 FANOUTS = (25, 10, 3)
 # Lists that fit the cache; that are read in place, past it; and that go through its few lines.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 import flashwarp as fw
-from flashwarp.device import CudaDevice, DeviceMemory, resolve
+from flashwarp.device import CudaDevice, DeviceMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -53,13 +53,6 @@ FW_KERNEL use_own_stack(fw::array<uint64_t> x, fw::share_table t, uint64_t* seen
   seen[1] = s[5];
 }
 """
-
-
-@pytest.fixture(scope="module")
-def device() -> CudaDevice:
-    device = resolve("cuda:0")
-    assert isinstance(device, CudaDevice)
-    return device
 
 
 @pytest.fixture(scope="module")

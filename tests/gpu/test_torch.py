@@ -18,13 +18,9 @@ import flashwarp.torch
 from flashwarp import errors
 from flashwarp.storage import File
 from flashwarp.testing import Faulty
+from gpu.captures import MARKS, captured
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default::UserWarning"),
-    pytest.mark.filterwarnings("default::FutureWarning"),
-    pytest.mark.filterwarnings("default::DeprecationWarning"),
-]
+pytestmark = MARKS
 
 ROWS, WORDS = 4000, 256  # a row is a kilobyte
 PATHS = {
@@ -57,19 +53,6 @@ def writable(tmp_path, content, device):
     with fw.open(tmp_path / "w", "r+", "i4", (ROWS, WORDS), device=device, cache="8 MiB") as opened:
         yield opened
         gc.collect()
-
-
-def captured(work):
-    """Record what a function queues in a graph, after one run outside of it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
 
 
 def here():

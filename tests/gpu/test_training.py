@@ -17,13 +17,9 @@ import flashwarp.torch
 from flashwarp import errors
 from flashwarp.table.record import Record
 from flashwarp.torch import SGD, Adagrad, Adam, RowWiseAdagrad
+from gpu.captures import MARKS, new_graph
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default::UserWarning"),
-    pytest.mark.filterwarnings("default::FutureWarning"),
-    pytest.mark.filterwarnings("default::DeprecationWarning"),
-]
+pytestmark = MARKS
 
 ROWS = 20_000
 OPTIMIZERS = {
@@ -112,16 +108,6 @@ def step(module, optimizer, ids):
     optimizer.zero_grad()
     module(ids).pow(2).sum().backward()
     optimizer.step()
-
-
-@contextlib.contextmanager
-def new_graph():
-    """Yield a graph that is gone before its table is closed, even if a test fails."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        yield graph
-    finally:
-        graph.reset()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
