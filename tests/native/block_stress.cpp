@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "device_threads.h"
 #include "storage/block_locks.h"
+#include "turns.h"
 
 using namespace fw;
 using native::BlockClaim;

@@ -5,7 +5,7 @@
 // the element and a version. A reader checks that the value belongs to the element, is no older
 // than the last store that had finished, and never goes backwards. Each round ends with a flush,
 // after which the storage must have every last value. FLASHWARP_STRESS_SECONDS is the budget
-// (default 5). Prints the seed; the first argument replays one.
+// (default 5).
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -18,7 +18,6 @@
 
 #include "device_threads.h"
 #include "flashwarp/cache/read_around.cuh"
-#include "flashwarp/kernels/maintenance.cuh"
 
 using namespace fw::stress;
 namespace cache = fw::cache;
@@ -111,24 +110,12 @@ void access(const fw::array<uint64_t>& a, uint64_t element, Op& op) {
 class Rig {
  public:
   explicit Rig(const Geometry& g) : g_(g) {
-    const uint64_t lines = uint64_t(g.sets) * g.ways;
-    cache_ = arena_.allocate<cache::line_cache>(1);
-    // Policies' words follow the tags: half as long, after up to a memory line of nothing.
-    cache_->geometry.tags = arena_.allocate<uint64_t>(lines + 16 + lines / 2);
-    cache_->set_control = arena_.allocate<uint32_t>(g.sets);
-    cache_->geometry.frames = arena_.allocate<char>(lines * g.line_bytes);
-    cache_->volumes = arena_.allocate<cache::volume>(cache::kVolumesMax);
-    cache_->geometry.set_count = g.sets;
-    cache_->geometry.set_reciprocal = g.sets > 1 ? ~uint64_t(0) / g.sets + 1 : 0;
-    cache_->geometry.ways = g.ways;
-    cache_->geometry.line_shift = uint32_t(__builtin_ctz(g.line_bytes));
-    cache_->page_bytes = 2 << 20;
+    cache_ = make_cache(arena_, g.sets, g.ways, g.line_bytes);
     const uint64_t places = uint64_t(g.sets) * g.tier_subsets * g.tier_ways;
     cache_->tier_ways = g.tier_ways;
     cache_->tier = {arena_.allocate<uint64_t>(places), arena_.allocate<char>(places * g.line_bytes),
                     g.tier_subsets, 0};
-    uint64_t begin = 0;
-    for (uint32_t i = 0; i < kArrays; ++i) begin = attach(i, begin);
+    for (uint32_t i = 0; i < kArrays; ++i) attach(i);
   }
 
   Controllers& controllers() { return controllers_; }
@@ -188,21 +175,7 @@ class Rig {
 
   // Flush, then the storage holds every last value.
   void settle() {
-    for (Volume& v : volumes_) {
-      fw::kernels::maintenance_params p = {};
-      p.cache = cache_;
-      p.volume = v.entry;
-      p.line_begin = v.entry->line_begin;
-      p.line_end = v.entry->line_begin + v.entry->line_count;
-      p.opcode = nvme::kFlush;
-      controllers_.launch([&](uint32_t) { fw_flush_lines(p); });
-      controllers_.launch([&](uint32_t) { fw_submit_command(p); });
-      controllers_.launch([&](uint32_t) { fw_quiesce(p); });
-      if (v.entry->commands.noted != 0) {
-        fail("a command", v.entry->errors->commands[0].where, v.entry->errors->commands[0].status,
-             0);
-      }
-    }
+    for (Volume& v : volumes_) controllers_.flush(cache_, v.entry);
     for (uint32_t which = 0; which < kArrays; ++which) {
       Volume& v = volumes_[which];
       for (uint32_t i = 0; i < g_.elements; ++i) {
@@ -301,48 +274,33 @@ class Rig {
     return volumes_[number].data[n] + there * per_line + element % per_line;
   }
 
-  uint64_t attach(uint32_t number, uint64_t line_begin) {
+  void attach(uint32_t number) {
     Volume& v = volumes_[number];
     const uint64_t bytes = uint64_t(g_.elements) * 8;
-    const uint64_t lines = (bytes + g_.line_bytes - 1) / g_.line_bytes;
-    const bool several = g_.spread != cache::kOneNamespace;
-    auto* queues = arena_.allocate<nvme::queue_pair>(uint64_t(g_.namespaces) * g_.queues);
     v.finished = std::make_unique<std::atomic<uint32_t>[]>(g_.elements);
-    v.entry = &cache_->volumes[number];
-    cache_->volume_end = number + 1;
+    v.entry = attach_volume(arena_, cache_, bytes, g_.namespaces * g_.queues, g_.path);
     cache::volume& entry = *v.entry;
-    entry = {};
-    entry.line_begin = line_begin;
-    entry.line_count = lines;
-    entry.bytes = bytes;
-    entry.queues = queues;
-    entry.events = arena_.allocate<cache::counters>(cache::kCounterShards);
-    entry.errors = arena_.allocate<cache::error_record>(1);
-    entry.queue_count = g_.namespaces * g_.queues;
-    entry.path = g_.path;
     entry.spread = g_.spread;
     entry.stripe_lines = g_.stripe_lines;
-    if (several) {
+    if (g_.spread != cache::kOneNamespace) {
       entry.replica_writes = arena_.allocate<uint32_t>(uint64_t(g_.sets) * g_.ways);
     }
     entry.namespace_count = g_.namespaces;
-    entry.attached = 1;
     // Stripes of whole lines; else the last line is as partial as the array's.
-    const uint64_t rows = lines / g_.stripe_lines / g_.namespaces + 1;
+    const uint64_t rows = entry.line_count / g_.stripe_lines / g_.namespaces + 1;
     const uint64_t part =
         g_.spread == cache::kStriped ? rows * g_.stripe_lines * g_.line_bytes : bytes;
     for (uint32_t n = 0; n < g_.namespaces; ++n) {
       v.data.push_back(arena_.allocate<uint64_t>(part / 8));
-      v.entry->spans[n] = {n * g_.queues, g_.queues};
+      entry.spans[n] = {n * g_.queues, g_.queues};
     }
     for (uint32_t i = 0; i < g_.elements; ++i) {
       for (uint32_t r = 0; r < replicas(); ++r) *stored(number, i, r) = value_of(number, i, 0);
     }
     for (uint32_t n = 0; n < g_.namespaces; ++n) {
-      serve_namespace(v.data[n], part, queues + n * g_.queues);
+      serve_namespace(v.data[n], part, entry.queues + n * g_.queues);
     }
-    v.array = {cache_->geometry, cache_, v.entry, line_begin, g_.elements};
-    return line_begin + lines;
+    v.array = {cache_->geometry, cache_, v.entry, entry.line_begin, g_.elements};
   }
 
   // Queue pairs and a controller for one namespace.

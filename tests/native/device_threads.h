@@ -1,5 +1,4 @@
-// What the stress programs of device threads share: their memory, queue pairs, controllers and
-// turns.
+// What the stress programs of device threads share: their memory, queue pairs and controllers.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +17,10 @@
 
 #include "base/host_memory.h"
 #include "flashwarp/array.cuh"
+#include "flashwarp/kernels/maintenance.cuh"
 #include "nvme/software/software_controller.h"
 #include "storage/memory_storage.h"
+#include "turns.h"
 
 namespace fw::stress {
 
@@ -28,11 +29,6 @@ inline constexpr uint64_t kTimeoutNs = 60'000'000'000;
 
 // Memory that a controller may reach besides its queues: addresses and bytes.
 using Regions = std::vector<std::pair<uint64_t, uint64_t>>;
-
-template <typename T>
-uint64_t address(const T* p) {
-  return reinterpret_cast<uint64_t>(p);
-}
 
 // Zero-filled memory that is freed at the end.
 class Arena {
@@ -72,6 +68,47 @@ inline native::QueuePairAddresses make_queue_pair(Arena& arena, nvme::queue_pair
   return {address(q.sq), address(q.cq), address(q.sq_doorbell), address(q.cq_doorbell), depth, id};
 }
 
+// A cache of empty frames. Policies' words follow the tags: half as long, after up to a memory line
+// of nothing.
+inline cache::line_cache* make_cache(Arena& arena, uint32_t sets, uint32_t ways,
+                                     uint32_t line_bytes) {
+  const uint64_t lines = uint64_t(sets) * ways;
+  auto* c = arena.allocate<cache::line_cache>(1);
+  c->geometry.tags = arena.allocate<uint64_t>(lines + 16 + lines / 2);
+  c->geometry.frames = arena.allocate<char>(lines * line_bytes);
+  c->geometry.set_count = sets;
+  c->geometry.set_reciprocal = sets > 1 ? ~uint64_t(0) / sets + 1 : 0;
+  c->geometry.ways = ways;
+  c->geometry.line_shift = uint32_t(__builtin_ctz(line_bytes));
+  c->set_control = arena.allocate<uint32_t>(sets);
+  c->volumes = arena.allocate<cache::volume>(cache::kVolumesMax);
+  c->page_bytes = 2 << 20;
+  return c;
+}
+
+// Attaches the next array of a cache: so many bytes in one namespace, whose queue pairs the caller
+// makes.
+inline cache::volume* attach_volume(Arena& arena, cache::line_cache* c, uint64_t bytes,
+                                    uint32_t queue_count, uint32_t path) {
+  cache::volume* v = &c->volumes[c->volume_end];
+  *v = {};
+  if (c->volume_end != 0) v->line_begin = v[-1].line_begin + v[-1].line_count;
+  v->line_count = (bytes + (1u << c->geometry.line_shift) - 1) >> c->geometry.line_shift;
+  v->bytes = bytes;
+  v->queues = arena.allocate<nvme::queue_pair>(queue_count);
+  v->queue_count = queue_count;
+  v->events = arena.allocate<cache::counters>(cache::kCounterShards);
+  v->errors = arena.allocate<cache::error_record>(1);
+  v->path = path;
+  v->spread = cache::kOneNamespace;
+  v->stripe_lines = 1;
+  v->namespace_count = 1;
+  v->spans[0] = {0, queue_count};
+  v->attached = 1;
+  c->volume_end++;
+  return v;
+}
+
 // The controllers of a cache, and device threads that wait for them and serve them.
 class Controllers {
  public:
@@ -85,6 +122,20 @@ class Controllers {
         std::make_shared<native::MemoryStorage>(data, bytes, true), pairs, regions, options));
     for (const native::QueuePairAddresses& pair : pairs) data_of_[pair.sq] = data;
     controllers_.back()->start();
+  }
+
+  // Writes back what is dirty, and waits for it: the storage then holds every last value.
+  void flush(cache::line_cache* c, cache::volume* v) {
+    kernels::maintenance_params p = {};
+    p.cache = c;
+    p.volume = v;
+    p.line_begin = v->line_begin;
+    p.line_end = v->line_begin + v->line_count;
+    p.opcode = nvme::kFlush;
+    launch([&](uint32_t) { fw_flush_lines(p); });
+    launch([&](uint32_t) { fw_submit_command(p); });
+    launch([&](uint32_t) { fw_quiesce(p); });
+    require(v->commands.noted == 0 && v->indices.noted == 0, "no command failed");
   }
 
   // All threads at once, each with the context of a device thread.
@@ -144,25 +195,5 @@ class Controllers {
   std::map<uint64_t, void*> data_of_;  // by the address of an SQ
   std::vector<std::unique_ptr<native::Controller>> controllers_;
 };
-
-// Takes turns until FLASHWARP_STRESS_SECONDS (default 5) have passed, and one at least. Prints the
-// seed; the first argument of the program replays one.
-inline int take_turns(int count, char** arguments, const char* of_what,
-                      const std::function<void(uint32_t turn, std::mt19937& random)>& turn_of) {
-  const uint32_t seed = count > 1 ? uint32_t(std::atoi(arguments[1])) : std::random_device()();
-  const char* text = std::getenv("FLASHWARP_STRESS_SECONDS");
-  const double budget = text != nullptr ? std::atof(text) : 5.0;
-  std::printf("seed %u\n", seed);
-  std::fflush(stdout);
-  std::mt19937 random(seed);
-  const auto start = std::chrono::steady_clock::now();
-  const auto spent = [&] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  };
-  uint32_t turn = 0;
-  for (; turn == 0 || spent() < budget; ++turn) turn_of(turn, random);
-  std::printf("%u %s in %.1f s\n", turn, of_what, spent());
-  return EXIT_SUCCESS;
-}
 
 }  // namespace fw::stress

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "flashwarp/base/atomic.cuh"
+#include "turns.h"
 #include "vfio/drive.h"
 #include "vfio/drive_queues.h"
 #include "vfio/iova_space.h"
@@ -25,6 +26,7 @@
 using namespace fw;
 using namespace fw::native;
 using namespace fw::native::vfio;
+using stress::require;
 using Kind = DriveError::Kind;
 
 namespace {
@@ -33,12 +35,6 @@ constexpr size_t kBarBytes = 8192;
 constexpr uint64_t kPage = 4096;
 constexpr uint32_t kLbas = 4096;
 constexpr uint16_t kQueues = 8;
-
-void require(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "failed: %s\n", what);
-  std::abort();
-}
 
 // Memory that the controller may reach, by IO virtual address.
 class Iommu {

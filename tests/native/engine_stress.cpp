@@ -4,7 +4,7 @@
 // place and version, reads them back and checks every byte. While it waits it serves the
 // controller, as waiting device threads do. Every kind of storage, both I/O engines and modelled
 // drives are tested in turn, and the controller stops and starts again in between.
-// FLASHWARP_STRESS_SECONDS is divided among them. Prints the seed; the first argument replays one.
+// FLASHWARP_STRESS_SECONDS is divided among them.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -28,9 +28,11 @@
 #include "storage/memory_storage.h"
 #include "testing/fault_plan.h"
 #include "testing/faulty_storage.h"
+#include "turns.h"
 
 using namespace fw::native;
 namespace nvme = fw::nvme;
+using fw::stress::require;
 
 namespace {
 
@@ -44,12 +46,6 @@ constexpr uint32_t kRoundsMin = 8;  // however slow the machine
 constexpr uint32_t kLives = 2;      // starts of one controller
 constexpr uint32_t kCases = 29;     // calls of `stress`
 constexpr uint64_t kPageBytes = 4096;
-
-void require(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "failed: %s\n", what);
-  std::abort();
-}
 
 class Submitter {
  public:
@@ -175,11 +171,6 @@ class Submitter {
   uint32_t pending_ = 0;
 };
 
-double stress_seconds() {
-  const char* text = std::getenv("FLASHWARP_STRESS_SECONDS");
-  return text == nullptr ? 3.0 : std::atof(text);
-}
-
 // A drive of some microseconds, whose completions overtake each other.
 SsdParameters drive(uint32_t seed) {
   const SsdDirection direction = {{{512, 1e6}}, 1e10, {1'000, 5'000, 20'000, 60'000}};
@@ -201,7 +192,7 @@ void stress(const char* name, std::shared_ptr<Storage> storage, uint32_t threads
   options.page_bytes = kPageBytes;
   if (modelled) options.model = drive(seed);
   SoftwareController controller(std::move(storage), pairs, regions, options);
-  const std::chrono::duration<double> share(stress_seconds() / (kCases * kLives));
+  const std::chrono::duration<double> share(fw::stress::seconds() / (kCases * kLives));
   std::atomic<uint64_t> rounds = 0;
   std::printf("%s, %s, %u threads%s\n", name, controller.engine_description().c_str(), threads,
               modelled ? ", modelled drive" : "");
@@ -281,8 +272,7 @@ void stress_files(uint32_t seed) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  const uint32_t seed = count > 1 ? uint32_t(std::atoi(arguments[1])) : std::random_device()();
-  std::printf("seed %u\n", seed);
+  const uint32_t seed = fw::stress::seed_of(count, arguments);
   const HostMemory memory(kNamespaceBytes, 4096);
   for (const uint32_t threads : {0u, 1u, 3u}) {
     auto storage = std::make_shared<MemoryStorage>(memory.address(), kNamespaceBytes, true);

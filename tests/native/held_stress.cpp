@@ -1,28 +1,23 @@
 // The wheel of held completions against a sorted list, over random times and steps of the clock.
 //
 // Each entry is released once, unchanged, never before its time, and at the latest at the first
-// look one tick (256 ns) after it. The wheel's next time is never past an entry's release. Prints
-// the seed; the first argument replays one.
+// look one tick (256 ns) after it. The wheel's next time is never past an entry's release.
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <random>
 
 #include "nvme/model/held_completions.h"
+#include "turns.h"
 
 using fw::native::HeldCompletions;
+using fw::stress::require;
 
 namespace {
 
 constexpr uint32_t kCapacity = 300;
 constexpr uint32_t kSteps = 200'000;
 constexpr int64_t kTickNs = 256;
-
-void require(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "failed: %s\n", what);
-  std::abort();
-}
 
 // From nanoseconds to minutes, each order of magnitude as likely as any other.
 int64_t random_ns(std::mt19937_64& random) { return int64_t(random() >> (26 + random() % 38)); }
@@ -66,9 +61,7 @@ void run(std::mt19937_64& random, int64_t now) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  const uint64_t seed = count > 1 ? uint64_t(std::atoll(arguments[1])) : std::random_device()();
-  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
-  std::mt19937_64 random(seed);
+  std::mt19937_64 random(fw::stress::seed_of(count, arguments));
   for (const int64_t start : {int64_t(0), int64_t(1) << 44, (int64_t(1) << 44) - 1}) {
     run(random, start);
   }

@@ -17,49 +17,42 @@
 #include <vector>
 
 #include "storage/image_storage.h"
+#include "turns.h"
 
 namespace {
 
 using fw::native::ImageStorage;
+using fw::stress::require;
 
 constexpr uint64_t kBlock = 4096;
 constexpr uint64_t kBlocks = 1200;  // three tables
 constexpr uint64_t kThreads = 4;
 constexpr int kRounds = 1500;
 
-[[noreturn]] void die(const char* what) {
-  std::fprintf(stderr, "image_stress: %s\n", what);
-  std::_Exit(1);
-}
-
-void check(bool right, const char* what) {
-  if (!right) die(what);
-}
-
 // All slots that the tables name are different, and those of the bitmap.
 void check_tables(const ImageStorage& image, std::vector<std::set<uint64_t>>& known) {
   for (const auto& [index, table] : image.changed()) {
-    check(index < known.size(), "a table behind the end");
+    require(index < known.size(), "a table behind the end");
     known[index].clear();
     known[index].insert(table.slot);
     known[index].insert(table.slot + 1);
     for (const uint64_t entry : table.entries) {
-      if (entry != 0) check(known[index].insert(entry - 1).second, "a slot has two blocks");
+      if (entry != 0) require(known[index].insert(entry - 1).second, "a slot has two blocks");
     }
   }
   std::set<uint64_t> all;
   for (const auto& slots : known) {
-    for (const uint64_t slot : slots) check(all.insert(slot).second, "a slot has two tables");
+    for (const uint64_t slot : slots) require(all.insert(slot).second, "a slot has two tables");
   }
   uint64_t bits = 0;
   for (const uint64_t word : image.used()) bits += uint64_t(std::popcount(word));
-  check(bits == all.size(), "the bitmap has other slots than the tables");
+  require(bits == all.size(), "the bitmap has other slots than the tables");
 }
 
 void run() {
   char path[] = "/tmp/image_stress.XXXXXX";
   const int fd = mkstemp(path);
-  check(fd >= 0, "no file");
+  require(fd >= 0, "no file");
   unlink(path);
   std::atomic<uint64_t> marks = 0;
   ImageStorage* made = nullptr;
@@ -67,13 +60,13 @@ void run() {
   std::vector<std::set<uint64_t>> known(kBlocks / ImageStorage::kTableBlocks + 1);
   const auto sync = [&] {
     const std::lock_guard guard(syncing);
-    check(made->pause(60'000) == 0, "no pause");
+    require(made->pause(60'000) == 0, "no pause");
     check_tables(*made, known);
     made->resume(true);
     return 0;
   };
   const auto mark = [&](uint64_t first, uint64_t end) {
-    check(first < end, "an empty mark");
+    require(first < end, "an empty mark");
     marks.fetch_add(1);
     return 0;
   };
@@ -94,32 +87,33 @@ void run() {
           case 0:
           case 1:
             std::memset(buffer.data(), int(value[block] = uint8_t(1 + random() % 255)), kBlock);
-            check(image.write(block * kBlock, buffer.data(), kBlock, nullptr) == 0, "no write");
+            require(image.write(block * kBlock, buffer.data(), kBlock, nullptr) == 0, "no write");
             break;
           case 2:
-            check(image.discard(block * kBlock, kBlock, nullptr) == 0, "no discard");
+            require(image.discard(block * kBlock, kBlock, nullptr) == 0, "no discard");
             value[block] = 0;
             break;
           default:
-            check(image.read(block * kBlock + inside, buffer.data(), kBlock - inside, nullptr) == 0,
-                  "no read");
+            require(
+                image.read(block * kBlock + inside, buffer.data(), kBlock - inside, nullptr) == 0,
+                "no read");
             for (uint64_t i = 0; i < kBlock - inside; ++i) {
-              check(buffer[i] == value[block], "a block holds what nobody wrote there");
+              require(buffer[i] == value[block], "a block holds what nobody wrote there");
             }
         }
       }
     });
   }
   std::thread syncer([&] {
-    while (!stop) check(image.flush(nullptr) == 0, "no flush");
+    while (!stop) require(image.flush(nullptr) == 0, "no flush");
   });
   for (auto& thread : threads) thread.join();
   stop = true;
   syncer.join();
-  check(image.flush(nullptr) == 0, "no flush");
-  check(marks > 0, "no mark");
+  require(image.flush(nullptr) == 0, "no flush");
+  require(marks > 0, "no mark");
   image.detach();
-  check(image.write(0, "x", 1, nullptr) == ECANCELED, "a write without an owner");
+  require(image.write(0, "x", 1, nullptr) == ECANCELED, "a write without an owner");
   close(fd);
 }
 

@@ -15,17 +15,13 @@
 #include <map>
 #include <string>
 
+#include "turns.h"
 #include "vfio/iommu.h"
 
 using namespace fw::native::vfio;
+using fw::stress::require;
 
 namespace {
-
-void require(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "failed: %s\n", what);
-  std::abort();
-}
 
 // The kernel. Numbers and layouts are those of <linux/iommufd.h>, written down once more.
 struct Kernel {

@@ -15,10 +15,12 @@
 #include "flashwarp/base/platform.cuh"
 #include "flashwarp/nvme/command.cuh"
 #include "nvme/controller.h"
+#include "turns.h"
 
 using namespace fw;
 using native::Controller;
 using native::QueuePairAddresses;
+using stress::require;
 
 namespace {
 
@@ -26,12 +28,6 @@ constexpr uint32_t kQueues = 4;
 constexpr uint32_t kDepth = 8;
 constexpr uint32_t kReads = 5000;  // of each thread
 constexpr uint32_t kBlocks = 256;
-
-void require(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "failed: %s\n", what);
-  std::abort();
-}
 
 struct alignas(64) Queue {
   nvme::command sq[kDepth];

@@ -16,11 +16,11 @@
 #include <vector>
 
 #include "base/host_memory.h"
-#include "device_threads.h"
 #include "pipeline/batch_engine.h"
 #include "pipeline/host_stream.h"
 #include "storage/composite_storage.h"
 #include "storage/memory_storage.h"
+#include "turns.h"
 
 using namespace fw;
 using namespace fw::native::pipeline;
@@ -28,20 +28,14 @@ using native::HostCopier;
 using native::HostMemory;
 using native::MemoryStorage;
 using native::Storage;
+using stress::address;
+using stress::require;
 
 namespace {
 
 constexpr uint32_t kSlots = 4;
 constexpr uint32_t kRowsMax = 256;
 constexpr int64_t kWaitNs = 60'000'000'000;
-
-void check(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "failed: %s\n", what);
-  std::abort();
-}
-
-uint64_t at(const void* p) { return reinterpret_cast<uint64_t>(p); }
 
 // Blocking calls that fail, or are slow, now and then. It has no mapping, so commands reach it.
 class Unreliable final : public Storage {
@@ -93,10 +87,10 @@ struct Memory {
     port.is_write = is_write;
     if (chunks == 0) return port;
     ring = std::make_unique<HostMemory>(chunk_bytes * chunks, 4096);
-    port.ring = at(ring->address());
+    port.ring = address(ring->address());
     port.chunk_bytes = chunk_bytes;
     port.chunks = chunks;
-    port.filled = at(words.address());
+    port.filled = address(words.address());
     port.emptied = port.filled + 64;
     port.copies = copies;
     return port;
@@ -129,18 +123,18 @@ struct Consumer {
       const uint64_t chunk = port.ring + (q - 1) % port.chunks * port.chunk_bytes;
       if (port.is_write) {
         if (q > port.chunks) copier.wait_word(port.emptied, q - port.chunks);
-        copier.copy({{chunk, at(buffer + begin), n}});
+        copier.copy({{chunk, address(buffer + begin), n}});
         copier.write_word(port.filled, q);
       } else {
         copier.wait_word(port.filled, q);
-        copier.copy({{at(buffer + begin), chunk, n}});
+        copier.copy({{address(buffer + begin), chunk, n}});
         copier.write_word(port.emptied, q);
       }
     }
   }
   void wait() {
-    const uint64_t last = copier.write_word(at(&ended_), 1);
-    check(copier.wait(last, kWaitNs / 1000), "the consumer ends");
+    const uint64_t last = copier.write_word(address(&ended_), 1);
+    require(copier.wait(last, kWaitNs / 1000), "the consumer ends");
   }
 
  private:
@@ -181,10 +175,11 @@ void read_by_threads(std::mt19937& random) {
         for (int64_t& id : ids) id = int64_t(own() % (table.rows + 1));
         std::vector<uint8_t> buffer(ids.size() * table.row_bytes + 1, 77);
         uint64_t ticket = 0;
-        while ((ticket = engine.submit(false, ids.data(), ids.size(), 0, at(buffer.data()))) == 0) {
+        while ((ticket = engine.submit(false, ids.data(), ids.size(), 0, address(buffer.data()))) ==
+               0) {
           std::this_thread::yield();
         }
-        check(engine.wait(false, ticket, kWaitNs), "a ticket ends");
+        require(engine.wait(false, ticket, kWaitNs), "a ticket ends");
         for (size_t i = 0; i < ids.size(); ++i) {
           const uint8_t* row = &buffer[i * table.row_bytes];
           const bool is_row = uint64_t(ids[i]) < table.rows &&
@@ -193,9 +188,9 @@ void read_by_threads(std::mt19937& random) {
           const bool is_zero =
               std::all_of(row, row + table.row_bytes, [](uint8_t byte) { return byte == 0; });
           const bool may_fail = fails || uint64_t(ids[i]) >= table.rows;
-          check(is_row || (may_fail && is_zero), "a row is what it was, or zeros");
+          require(is_row || (may_fail && is_zero), "a row is what it was, or zeros");
         }
-        check(buffer.back() == 77, "nothing behind the buffer");
+        require(buffer.back() == 77, "nothing behind the buffer");
       }
     });
   }
@@ -215,7 +210,7 @@ void relay(std::mt19937& random) {
     list.push_back(std::make_shared<MemoryStorage>(parts.back().data(), part_bytes, true));
   }
   auto storage = std::make_shared<native::StripedStorage>(list, 4096, table.data.size());
-  check(storage->write(0, table.data.data(), table.data.size(), nullptr) == 0, "filled");
+  require(storage->write(0, table.data.data(), table.data.size(), nullptr) == 0, "filled");
   EngineOptions options = options_for(table, storage, random);
   if (drives) {
     options.drive_threads = random() % 2;
@@ -248,19 +243,19 @@ void relay(std::mt19937& random) {
     consumers[is_write].move(buffer.data(), buffer.size());
     // As a stream does: the request, then `ready`, then the host's word that a ticket comes.
     const uint64_t ticket = engine.submit(is_write, nullptr, rows, first, 0);
-    check(engine.wait(is_write, ticket, kWaitNs), "a ticket ends");
+    require(engine.wait(is_write, ticket, kWaitNs), "a ticket ends");
     consumers[is_write].wait();
-    check(engine.outcome(is_write, ticket)->failed == 0, "no row fails");
+    require(engine.outcome(is_write, ticket)->failed == 0, "no row fails");
     uint8_t* place = table.data.data() + first * table.row_bytes;
     if (is_write) {
       std::copy(buffer.begin(), buffer.end(), place);
     } else {
-      check(std::equal(buffer.begin(), buffer.end(), place), "the rows arrived");
+      require(std::equal(buffer.begin(), buffer.end(), place), "the rows arrived");
     }
   }
   std::vector<uint8_t> found(table.data.size());
-  check(storage->read(0, found.data(), found.size(), nullptr) == 0, "read");
-  check(found == table.data, "the storage has what was written");
+  require(storage->read(0, found.data(), found.size(), nullptr) == 0, "read");
+  require(found == table.data, "the storage has what was written");
 }
 
 // A batch of a model: what its buffer has, or must have.
@@ -295,10 +290,10 @@ void overlap(std::mt19937& random) {
   std::deque<std::unique_ptr<Expected>> flying;
   const auto end_oldest = [&] {
     const Expected& batch = *flying.front();
-    check(engine.wait(batch.is_write, batch.ticket, kWaitNs), "a ticket ends");
+    require(engine.wait(batch.is_write, batch.ticket, kWaitNs), "a ticket ends");
     if (ring) consumers[batch.is_write].wait();
-    check(engine.outcome(batch.is_write, batch.ticket)->failed == 0, "no row fails");
-    check(batch.is_write || batch.buffer == batch.wanted, "a batch sees what came before it");
+    require(engine.outcome(batch.is_write, batch.ticket)->failed == 0, "no row fails");
+    require(batch.is_write || batch.buffer == batch.wanted, "a batch sees what came before it");
     flying.pop_front();
   };
   const uint64_t width = table.row_bytes;
@@ -331,14 +326,15 @@ void overlap(std::mt19937& random) {
                               [](const auto& each) { return each->is_write; }) == kSlots) {
       end_oldest();
     }
-    batch->ticket = engine.submit(batch->is_write, sequence ? nullptr : batch->ids.data(), rows,
-                                  uint64_t(batch->ids[0]), ring ? 0 : at(batch->buffer.data()));
-    check(batch->ticket != 0, "there is a slot");
+    batch->ticket =
+        engine.submit(batch->is_write, sequence ? nullptr : batch->ids.data(), rows,
+                      uint64_t(batch->ids[0]), ring ? 0 : address(batch->buffer.data()));
+    require(batch->ticket != 0, "there is a slot");
     if (ring) consumers[batch->is_write].move(batch->buffer.data(), batch->buffer.size());
     flying.push_back(std::move(batch));
   }
   while (!flying.empty()) end_oldest();
-  check(table.data == model, "the storage has the last of all writes");
+  require(table.data == model, "the storage has the last of all writes");
 }
 
 // Stops in the middle: every ticket that was taken ends, and nothing is touched afterwards.
@@ -356,7 +352,7 @@ void stop_in_the_middle(std::mt19937& random) {
     try {
       for (uint32_t n = 0; n < kSlots; ++n) {
         engine.submit(false, nullptr, std::min(table.rows, kRowsMax), 0,
-                      at(buffer.data() + n * nbytes));
+                      address(buffer.data() + n * nbytes));
       }
     } catch (const std::runtime_error&) {  // it was stopped
     }
@@ -383,10 +379,10 @@ void submit_as_kernels(std::mt19937& random) {
   for (uint64_t ticket = 1; ticket < 10; ++ticket) {
     const int64_t id = int64_t(random() % table.rows);
     view.list(view.slot(ticket))[0] = id;
-    view.submit(ticket, {0, at(buffer.data()), 1, 0, batch::kRows, 0, 0});
+    view.submit(ticket, {0, address(buffer.data()), 1, 0, batch::kRows, 0, 0});
     while (!view.ended(ticket)) std::this_thread::yield();
-    check(std::equal(buffer.begin(), buffer.end(), &table.data[uint64_t(id) * table.row_bytes]),
-          "the row arrived");
+    require(std::equal(buffer.begin(), buffer.end(), &table.data[uint64_t(id) * table.row_bytes]),
+            "the row arrived");
   }
   engine.kernels_end();
 }
@@ -428,13 +424,13 @@ void give_up() {
     options.ports = {regions.port(false, 4096, 2, true)};
     BatchEngine engine(options, std::make_unique<HostStream>());
     for (uint32_t n = 0; n < 3; ++n) {
-      const uint64_t ticket = engine.submit(false, nullptr, 4, 0, at(buffer.data()));
-      check(engine.wait(false, ticket, kWaitNs), "a ticket ends");
+      const uint64_t ticket = engine.submit(false, nullptr, 4, 0, address(buffer.data()));
+      require(engine.wait(false, ticket, kWaitNs), "a ticket ends");
       const Outcome outcome = *engine.outcome(false, ticket);
-      check(outcome.failed == 4 && !outcome.reason.empty(), "all rows fail, with a reason");
+      require(outcome.failed == 4 && !outcome.reason.empty(), "all rows fail, with a reason");
     }
     engine.stop();
-    check(engine.leaked(), "a thread remains");
+    require(engine.leaked(), "a thread remains");
   }
   storage->released.store(true);
   while (!storage->ended.load()) std::this_thread::yield();

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "cpu/cpu_device.h"
-#include "device_threads.h"
 #include "flashwarp/entry.cuh"
+#include "turns.h"
 
 using namespace fw;
 

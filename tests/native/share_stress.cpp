@@ -5,7 +5,7 @@
 // reader checks that the value belongs to the element, is no older than the last store that had
 // finished, and never goes backwards. Meanwhile, plain loads fill and evict the same lines. At the
 // end the table is empty and the storage has every last value.
-// FLASHWARP_STRESS_SECONDS is the budget (default 5); the first argument replays a seed.
+// FLASHWARP_STRESS_SECONDS is the budget (default 5).
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -16,7 +16,6 @@
 
 #include "device_threads.h"
 #include "flashwarp/array/shared.cuh"
-#include "flashwarp/kernels/maintenance.cuh"
 
 using namespace fw::stress;
 namespace cache = fw::cache;
@@ -40,16 +39,7 @@ uint64_t value_of(uint64_t element, uint32_t version) { return (element + 1) << 
 class Rig {
  public:
   Rig(uint32_t lines, uint32_t bucket_bits, uint32_t path) : elements_(lines * kLineWords - 10) {
-    cache_ = arena_.allocate<cache::line_cache>(1);
-    cache_->geometry.tags = arena_.allocate<uint64_t>(4);
-    cache_->geometry.frames = arena_.allocate<char>(4 * kLineBytes);
-    cache_->geometry.set_count = 1;
-    cache_->geometry.ways = 4;
-    cache_->geometry.line_shift = uint32_t(__builtin_ctz(kLineBytes));
-    cache_->set_control = arena_.allocate<uint32_t>(1);
-    cache_->volumes = arena_.allocate<cache::volume>(cache::kVolumesMax);
-    cache_->volume_end = 1;
-    cache_->page_bytes = 2 << 20;
+    cache_ = make_cache(arena_, 1, 4, kLineBytes);
     attach(path);
     const uint32_t entries = cache::kShareWays << bucket_bits;
     table_ = {arena_.allocate<uint64_t>(entries),
@@ -97,16 +87,7 @@ class Rig {
     for (uint32_t b = 0; b < 1u << table_.bucket_bits; ++b) {
       if (table_.overflows[b] != 0) fail("an overflow at rest", b, table_.overflows[b], 0);
     }
-    fw::kernels::maintenance_params p = {};
-    p.cache = cache_;
-    p.volume = &cache_->volumes[0];
-    p.line_end = p.volume->line_count;
-    p.opcode = nvme::kFlush;
-    controllers_.launch([&](uint32_t) { fw_flush_lines(p); });
-    controllers_.launch([&](uint32_t) { fw_quiesce(p); });
-    if (p.volume->commands.noted != 0) {
-      fail("a command", 0, p.volume->errors->commands[0].status, 0);
-    };
+    controllers_.flush(cache_, &cache_->volumes[0]);
     for (uint32_t i = 0; i < elements_; ++i) {
       const uint64_t expected = value_of(i, finished_[i]);
       if (data_[i] != expected) fail("storage after flush", i, data_[i], expected);
@@ -150,20 +131,13 @@ class Rig {
     data_ = arena_.allocate<uint64_t>(elements_);
     finished_ = std::make_unique<std::atomic<uint32_t>[]>(elements_);
     for (uint32_t i = 0; i < elements_; ++i) data_[i] = value_of(i, 0);
-    auto* q = arena_.allocate<nvme::queue_pair>(1);
+    const uint64_t bytes = uint64_t(elements_) * 8;
+    cache::volume* v = attach_volume(arena_, cache_, bytes, 1, path);
     Regions regions;
-    const auto pair = make_queue_pair(arena_, *q, 1, kDepthLog2, data_, kLineBytes, path, regions);
-    controllers_.start(data_, uint64_t(elements_) * 8, {pair}, regions, {});
-    cache::volume& v = cache_->volumes[0];
-    v.line_count = (elements_ + kLineWords - 1) / kLineWords;
-    v.bytes = uint64_t(elements_) * 8;
-    v.queues = q;
-    v.events = arena_.allocate<cache::counters>(cache::kCounterShards);
-    v.errors = arena_.allocate<cache::error_record>(1);
-    v.queue_count = 1;
-    v.attached = 1;
-    v.path = path;
-    array_ = {cache_->geometry, cache_, &v, 0, elements_};
+    const auto pair =
+        make_queue_pair(arena_, v->queues[0], 1, kDepthLog2, data_, kLineBytes, path, regions);
+    controllers_.start(data_, bytes, {pair}, regions, {});
+    array_ = {cache_->geometry, cache_, v, 0, elements_};
   }
 
   const uint32_t elements_;

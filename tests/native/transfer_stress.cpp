@@ -14,24 +14,18 @@
 #include <thread>
 #include <vector>
 
-#include "device_threads.h"
 #include "transfer/gatherer.h"
 #include "transfer/host_copier.h"
+#include "turns.h"
 
 using namespace fw;
 using native::CopyPiece;
 using native::Gatherer;
 using native::HostCopier;
+using stress::address;
+using stress::require;
 
 namespace {
-
-void check(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "failed: %s\n", what);
-  std::abort();
-}
-
-uint64_t at(const void* p) { return reinterpret_cast<uint64_t>(p); }
 
 // Words pass from one copier to the other and back, behind words that the host stores.
 void relay(uint32_t seed) {
@@ -43,17 +37,17 @@ void relay(uint32_t seed) {
   const uint32_t rounds = 1 + random() % 8;
   for (uint32_t round = 1; round <= rounds; ++round) {
     const uint32_t cut = random() % kWords;
-    there.wait_word(at(&landed), round);
-    const uint64_t number =
-        there.copy({{at(middle.data()), at(source.data()), cut * 8},
-                    {at(middle.data() + cut), at(source.data() + cut), (kWords - cut) * 8}});
+    there.wait_word(address(&landed), round);
+    const uint64_t number = there.copy(
+        {{address(middle.data()), address(source.data()), cut * 8},
+         {address(middle.data() + cut), address(source.data() + cut), (kWords - cut) * 8}});
     back.wait_word(there.ended_address(), number);
-    const uint64_t last = back.copy({{at(target.data()), at(middle.data()), kWords * 8}});
+    const uint64_t last = back.copy({{address(target.data()), address(middle.data()), kWords * 8}});
     for (uint64_t& each : source) each = random();
     landed.store(round, std::memory_order_release);
-    check(back.wait(last, 30'000'000), "a copy ended");
-    check(target == source, "the words arrived");
-    for (const auto& each : back.results()) check(!each.withdrawn && each.failed < 0, "well");
+    require(back.wait(last, 30'000'000), "a copy ended");
+    require(target == source, "the words arrived");
+    for (const auto& each : back.results()) require(!each.withdrawn && each.failed < 0, "well");
     back.forget(last);
   }
 }
@@ -64,17 +58,17 @@ void stop_in_the_middle(uint32_t seed) {
   HostCopier copier;
   uint64_t never = 0, a = 1, b = 0;
   const uint32_t before = random() % 3;
-  for (uint32_t i = 0; i < before; ++i) copier.copy({{at(&b), at(&a), 8}});
-  copier.wait_word(at(&never), 1);
+  for (uint32_t i = 0; i < before; ++i) copier.copy({{address(&b), address(&a), 8}});
+  copier.wait_word(address(&never), 1);
   uint64_t last = 0;
-  for (uint32_t i = 0; i < 3; ++i) last = copier.copy({{at(&b), at(&a), 8}});
-  std::thread waiter([&] { check(copier.wait(last, 30'000'000), "the wait ends"); });
+  for (uint32_t i = 0; i < 3; ++i) last = copier.copy({{address(&b), address(&a), 8}});
+  std::thread waiter([&] { require(copier.wait(last, 30'000'000), "the wait ends"); });
   std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
   copier.stop();
   waiter.join();
   const auto results = copier.results();
-  check(results.size() == before + 4, "each job has a result");
-  check(results.back().withdrawn, "the last one was withdrawn");
+  require(results.size() == before + 4, "each job has a result");
+  require(results.back().withdrawn, "the last one was withdrawn");
 }
 
 void gather(Gatherer& gatherer, uint32_t seed) {
@@ -88,10 +82,10 @@ void gather(Gatherer& gatherer, uint32_t seed) {
   std::shuffle(offsets.begin(), offsets.end(), random);
   for (int64_t& each : offsets) each *= int64_t(piece);
   std::vector<uint64_t> buffer(count * piece / 8 + 1);
-  const Gatherer::Pieces pieces = {at(buffer.data()), offsets.data(), count, piece};
-  check(gatherer.gather(at(source.data()), pieces).error == 0, "gathered");
+  const Gatherer::Pieces pieces = {address(buffer.data()), offsets.data(), count, piece};
+  require(gatherer.gather(address(source.data()), pieces).error == 0, "gathered");
   for (uint64_t i = 0; i < count; ++i) {
-    check(buffer[i * piece / 8] == source[uint64_t(offsets[i]) / 8], "a piece is in its place");
+    require(buffer[i * piece / 8] == source[uint64_t(offsets[i]) / 8], "a piece is in its place");
   }
 }
 

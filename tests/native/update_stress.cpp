@@ -4,8 +4,7 @@
 // and lines are written back while other rows of theirs change. Each step adds integers to the
 // weights of rows, often of the same row, so the result is exact in any order. A thread that looks
 // at an element beside the step sees its value before or after. After each step the storage must
-// have every row. FLASHWARP_STRESS_SECONDS is the budget (default 5). Prints the seed; the first
-// argument replays one.
+// have every row. FLASHWARP_STRESS_SECONDS is the budget (default 5).
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -17,7 +16,6 @@
 #include "flashwarp/kernels/update.cuh"
 
 #include "device_threads.h"
-#include "flashwarp/kernels/maintenance.cuh"
 
 using namespace fw::stress;
 namespace cache = fw::cache;
@@ -57,17 +55,7 @@ const Geometry* running = nullptr;
 class Rig {
  public:
   explicit Rig(const Geometry& g) : g_(g), count_(uint64_t(g.rows) * g.width) {
-    const uint64_t lines = uint64_t(g.sets) * kWays;
-    cache_ = arena_.allocate<cache::line_cache>(1);
-    cache_->geometry.tags = arena_.allocate<uint64_t>(lines + 16 + lines / 2);
-    cache_->set_control = arena_.allocate<uint32_t>(g.sets);
-    cache_->geometry.frames = arena_.allocate<char>(lines * kLineBytes);
-    cache_->volumes = arena_.allocate<cache::volume>(cache::kVolumesMax);
-    cache_->geometry.set_count = g.sets;
-    cache_->geometry.set_reciprocal = g.sets > 1 ? ~uint64_t(0) / g.sets + 1 : 0;
-    cache_->geometry.ways = kWays;
-    cache_->geometry.line_shift = uint32_t(__builtin_ctz(kLineBytes));
-    cache_->page_bytes = 2 << 20;
+    cache_ = make_cache(arena_, g.sets, kWays, kLineBytes);
     attach();
     model_.assign(count_, 0);
     copies_.resize(uint64_t(kThreads) * g_.width);
@@ -104,15 +92,7 @@ class Rig {
 
   // Flush, then the storage holds every row.
   void settle() {
-    kernels::maintenance_params p = {};
-    p.cache = cache_;
-    p.volume = volume_;
-    p.line_end = volume_->line_count;
-    p.opcode = nvme::kFlush;
-    controllers_.launch([&](uint32_t) { fw_flush_lines(p); });
-    controllers_.launch([&](uint32_t) { fw_submit_command(p); });
-    controllers_.launch([&](uint32_t) { fw_quiesce(p); });
-    if (volume_->commands.noted != 0 || volume_->indices.noted != 0) fail("a command", 0, 0, 0);
+    controllers_.flush(cache_, volume_);
     for (uint64_t i = 0; i < count_; ++i) {
       if (data_[i] != model_[i]) fail("storage after flush", i, data_[i], model_[i]);
     }
@@ -156,28 +136,13 @@ class Rig {
 
   void attach() {
     const uint64_t bytes = count_ * sizeof(float);
-    volume_ = &cache_->volumes[0];
-    cache_->volume_end = 1;
-    auto* queues = arena_.allocate<nvme::queue_pair>(g_.queues);
-    *volume_ = {};
-    volume_->line_count = (bytes + kLineBytes - 1) / kLineBytes;
-    volume_->bytes = bytes;
-    volume_->queues = queues;
-    volume_->events = arena_.allocate<cache::counters>(cache::kCounterShards);
-    volume_->errors = arena_.allocate<cache::error_record>(1);
-    volume_->queue_count = g_.queues;
-    volume_->path = g_.path;
-    volume_->spread = cache::kOneNamespace;
-    volume_->stripe_lines = 1;
-    volume_->namespace_count = 1;
-    volume_->attached = 1;
-    volume_->spans[0] = {0, g_.queues};
+    volume_ = attach_volume(arena_, cache_, bytes, g_.queues, g_.path);
     data_ = arena_.allocate<float>(count_ + 1);
     std::vector<fw::native::QueuePairAddresses> pairs;
     Regions regions;
     for (uint32_t i = 0; i < g_.queues; ++i) {
-      pairs.push_back(make_queue_pair(arena_, queues[i], uint16_t(i + 1), g_.depth_log2, data_,
-                                      kLineBytes, g_.path, regions));
+      pairs.push_back(make_queue_pair(arena_, volume_->queues[i], uint16_t(i + 1), g_.depth_log2,
+                                      data_, kLineBytes, g_.path, regions));
     }
     fw::native::ControllerOptions options;
     options.threads = g_.controller_threads;

@@ -2,8 +2,7 @@
 // file system has O_DIRECT, the reads switch between the page cache and O_DIRECT meanwhile.
 //
 // No byte of the file is zero, so a read that succeeds must return no zero, and a read of bytes
-// that are still there must succeed in the end. FLASHWARP_STRESS_SECONDS bounds the time. Prints
-// the seed; the first argument replays one.
+// that are still there must succeed in the end. FLASHWARP_STRESS_SECONDS bounds the time.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -20,8 +19,10 @@
 #include <vector>
 
 #include "storage/file_storage.h"
+#include "turns.h"
 
 using namespace fw::native;
+using fw::stress::require;
 
 namespace {
 
@@ -31,12 +32,6 @@ constexpr uint64_t kFileBytes = 5 << 20;
 constexpr uint64_t kReadBytesMax = 16384;
 constexpr uint32_t kCuts = 12;
 constexpr unsigned char kContent = 0xA5;
-
-void require(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "failed: %s\n", what);
-  std::abort();
-}
 
 void write_file(const std::string& path) {
   const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC, 0600);
@@ -54,7 +49,7 @@ struct Round {
 };
 
 void read_and_check(Round& round, uint64_t seed) {
-  std::mt19937_64 random(seed);
+  std::mt19937 random(seed);
   std::vector<unsigned char> target(kReadBytesMax);
   while (!round.over.load(std::memory_order_acquire)) {
     const uint64_t n = 1 + random() % kReadBytesMax;
@@ -73,7 +68,7 @@ void read_and_check(Round& round, uint64_t seed) {
   }
 }
 
-uint64_t play(const std::string& path, std::mt19937_64& random) {
+uint64_t play(const std::string& path, std::mt19937& random) {
   write_file(path);
   FileOptions options;
   options.may_change = probe_direct_alignment(path).error.empty();
@@ -98,30 +93,18 @@ uint64_t play(const std::string& path, std::mt19937_64& random) {
   return round.copied.load();
 }
 
-double seconds_to_run() {
-  const char* text = std::getenv("FLASHWARP_STRESS_SECONDS");
-  return text == nullptr ? 2.0 : std::atof(text);
-}
-
 }  // namespace
 
-int main(int argc, char** argv) {
-  const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 0) : std::random_device()();
-  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
-  std::mt19937_64 random(seed);
+int main(int count, char** arguments) {
   char path[] = "/tmp/flashwarp-window-XXXXXX";
   const int fd = mkstemp(path);
   require(fd >= 0, "a temporary file");
   close(fd);
-  const auto end =
-      std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds_to_run());
   uint64_t copied = 0;
-  uint32_t rounds = 0;
-  while (rounds < kRoundsMin || std::chrono::steady_clock::now() < end) {
-    copied += play(path, random);
-    ++rounds;
-  }
+  const int status = fw::stress::take_turns(
+      count, arguments, "rounds",
+      [&](uint32_t, std::mt19937& random) { copied += play(path, random); }, kRoundsMin);
   unlink(path);
-  std::printf("%u rounds, %llu reads in place\n", rounds, static_cast<unsigned long long>(copied));
   require(copied != 0, "some reads succeed");
+  return status;
 }
