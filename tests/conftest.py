@@ -60,14 +60,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def nothing_compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of compiled code that a module's tests begin with empty."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLASHWARP_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        yield
-
-
-@pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of checks that find a driver without a GPU; see `support.fake_cuda`."""
     return fake_cuda.build(tmp_path_factory.mktemp("fake"))

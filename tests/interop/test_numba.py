@@ -46,8 +46,6 @@ from flashwarp.interop.numba import (
 from support import host_numba
 from support.samples import sample
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled")
-
 DTYPES = [
     "bool",
     *(f"{kind}{bits}" for bits in (8, 16, 32, 64) for kind in ("int", "uint")),

@@ -25,8 +25,6 @@ from flashwarp.policy import REFERENCED, Policy
 from support.policy_numbers import NO_WAY, STEPS, Cache, Lines, Memory, in_python
 from support.samples import EVERYTHING
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled")
-
 SETS, WAYS = 3, 4
 FENCE = 64
 """Words of 64 bits on each side of tags and words."""

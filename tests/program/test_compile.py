@@ -20,8 +20,6 @@ import flashwarp as fw
 from flashwarp.device import CpuDevice
 from flashwarp.errors import ArgumentError, ClosedError, CompileError
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled")
-
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[CpuDevice]:

@@ -20,8 +20,6 @@ from flashwarp._jit.artifact_cache import ArtifactCache
 from flashwarp.device import CpuDevice
 from flashwarp.errors import CompileError
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled")
-
 KERNELS = Path(__file__).parents[1] / "support" / "program_kernels.cu"
 
 
@@ -98,7 +96,10 @@ def test_functions_of_a_section_are_read_off_an_object_file(tmp_path: Path) -> N
 # What is kept on disk.
 
 
-def test_second_compilation_is_found_on_disk_and_loaded_once() -> None:
+def test_second_compilation_is_found_on_disk_and_loaded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHWARP_CACHE_DIR", str(tmp_path))
     text = '#include "flashwarp/array.cuh"\nFW_KERNEL found(int* out) { out[0]++; }\n'
     with CpuDevice(1) as device:
         first = fw.compile(text, device)
