@@ -225,42 +225,40 @@ OWN_SCENARIO = """
 #include "simulator/machine.h"
 using namespace fw::simulator;
 
-FW_SCENARIO(total, "every thread adds one to a counter") {
+template <typename Add>
+void count(Run& run, Add add) {
   Machine machine(run, Shape());
   auto* counter = machine.allocate<uint32_t>(1, "counter", Sharing::kAtomic);
-  machine.launch([&](Thread&) {
-    ADD
-  });
+  machine.launch([&](Thread&) { add(counter); });
   if (*counter != machine.shape().warps * kWidth) throw Failure("a count is lost\\n");
+}
+
+FW_SCENARIO(total, "every thread adds one to a counter") {
+  count(run, [](uint32_t* counter) { fw::atomic::add_relaxed(counter, 1u); });
+}
+
+FW_SCENARIO(race, "the same, by a load and a store") {
+  count(run, [](uint32_t* counter) {
+    fw::atomic::store_relaxed(counter, fw::atomic::load_relaxed(counter) + 1);
+  });
 }
 """
 
 
-def own_source(folder: Path, statement: str) -> Path:
-    source = folder / "total.cpp"
-    source.write_text(OWN_SCENARIO.replace("ADD", statement), encoding="utf-8")
-    return source
+def test_own_source_runs_under_the_scheduler_and_its_race_is_found(tmp_path: Path) -> None:
+    source = tmp_path / "total.cpp"
+    source.write_text(OWN_SCENARIO, encoding="utf-8")
 
-
-def test_own_source_runs_under_the_scheduler(tmp_path: Path) -> None:
-    source = own_source(tmp_path, "fw::atomic::add_relaxed(counter, 1u);")
-
-    assert simulate(source, width=4, seeds=(0, 200)).ok
-
-
-def test_own_source_with_a_race_is_found_out(tmp_path: Path) -> None:
-    source = own_source(
-        tmp_path, "fw::atomic::store_relaxed(counter, fw::atomic::load_relaxed(counter) + 1);"
-    )
-
-    result = simulate(source, seeds=(0, 200))
+    assert simulate(source, scenario="total", seeds=(0, 200)).ok
+    result = simulate(source, scenario="race", seeds=(0, 200))
 
     assert "a count is lost" in result.failure
     assert f"--source {source}" in result.replay
 
 
 def test_own_source_that_does_not_compile_says_why(tmp_path: Path) -> None:
-    source = own_source(tmp_path, "no_such_thing();")
+    source = tmp_path / "total.cpp"
+    source.write_text("no_such_thing x;", encoding="utf-8")
 
     with pytest.raises(CompileError, match="no_such_thing"):
         simulate(source)
