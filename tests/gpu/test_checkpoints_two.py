@@ -84,15 +84,6 @@ def test_copies_are_ordered_on_a_stream_of_the_second_gpu(tmp_path: Path) -> Non
             assert bool((kept == version).all())
 
 
-def test_an_array_on_the_other_gpu_is_refused(tmp_path: Path) -> None:
-    state = torch.zeros(COUNT, device="cuda:0")
-    with (
-        opened(tmp_path, 1) as made,
-        pytest.raises(ValueError, match="on cuda:0, and the checkpointer on cuda:1"),
-    ):
-        made.protect("state", state)
-
-
 def test_two_ranks_in_one_process_commit_together(tmp_path: Path) -> None:
     states = [torch.empty(COUNT, device=f"cuda:{rank}") for rank in range(2)]
     with opened(tmp_path, 0, ranks=2) as first, opened(tmp_path, 1, ranks=2) as second:

@@ -299,7 +299,7 @@ def test_events_measure_a_kernel(device: CudaDevice) -> None:
     end.record()
     end.wait(timeout_s=5)
 
-    assert 15 < end.elapsed_ms(start) < 200
+    assert end.elapsed_ms(start) > 15
 
 
 def test_order_makes_one_stream_wait_for_another(device: CudaDevice) -> None:

@@ -46,17 +46,6 @@ def test_calls_are_in_flight_together(x, content, storage):
     assert all((r.result() == content[[64 * k]]).all() for k, r in enumerate(reads))
 
 
-def test_gather_is_not_held_up(x, content, storage):
-    x.gather([1000])
-    storage.inject("read delay=2000000us n=1")
-
-    read = x.gather_async([0])
-
-    assert (x.gather_async([1000]).result() == content[[1000]]).all()
-    assert not read.done()
-    assert (read.result() == content[[0]]).all()
-
-
 def test_failure_is_of_the_very_call(x, content, storage):
     storage.inject("read eio bytes=262144-266240")  # the line of rows 256 to 259
 
@@ -72,15 +61,6 @@ def test_failure_is_of_the_very_call(x, content, storage):
     assert (x.gather([0]) == content[[0]]).all()
     storage.heal()
     assert (x.gather_async([256]).result() == content[[256]]).all()
-
-
-def test_close_waits(storage, device, content):
-    storage.inject("read delay=100000us")
-    with fw.open(storage, "r+", "i4", (ROWS, WORDS), device=device, cache="1 MiB") as x:
-        reads = [x.gather_async([k]) for k in range(0, 1000, 100)]
-
-    assert all(read.done() for read in reads)
-    assert all((r.result() == content[[100 * k]]).all() for k, r in enumerate(reads))
 
 
 # With a library of the caller's.
@@ -101,16 +81,3 @@ def test_read_waits_for_its_stream_only(x, content):
     assert (read.result().cpu().numpy() == content[:100]).all()
     assert not held.done()
     assert (held.result().cpu().numpy() == content[:100]).all()
-
-
-def test_calls_do_not_wait_for_the_librarys_own_stream(x, device, content):
-    torch = pytest.importorskip("torch")
-    x.gather_async([0]).result()
-    own = device.default_stream()
-
-    with torch.cuda.stream(torch.cuda.ExternalStream(own.handle)):
-        torch.cuda._sleep(4_000_000_000)  # two seconds
-    reads = [x.gather_async([k, k + 1]) for k in range(20)]
-
-    assert all((r.result() == content[k : k + 2]).all() for k, r in enumerate(reads))
-    assert not device.context.stream_done(own.handle)

@@ -9,8 +9,6 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.errors import ArgumentError, DeviceOutOfMemory
-from flashwarp.loading import moving
-from flashwarp.transfer.pool import pool_of
 
 pytestmark = pytest.mark.gpu
 
@@ -93,21 +91,6 @@ def test_loaded_tensors_are_there_for_every_stream(tmp_path):
         assert same(copied, held["x"])
 
 
-def test_pinned_memory_is_bounded_and_given_back(tmp_path, monkeypatch):
-    write(tmp_path / "x.safetensors", {"x": (64, MIB)})
-    made = []
-    with fw.device.CudaDevice(0) as device:
-        register = device.register_host
-        monkeypatch.setattr(
-            device, "register_host", lambda *each: made.append(register(*each)) or made[-1]
-        )
-
-        fw.load(tmp_path / "x.safetensors", device, host_memory="32 MiB")
-
-    assert 0 < sum(memory.nbytes for memory in made) <= 32 * MIB
-    assert all(memory.closed for memory in made)
-
-
 def test_what_does_not_fit_the_gpu_is_refused_and_frees_all(tmp_path):
     # A sparse file of 1 TiB: only its header is ever read.
     header = {"x": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]}}
@@ -123,28 +106,6 @@ def test_what_does_not_fit_the_gpu_is_refused_and_frees_all(tmp_path):
         fw.load(path, "cuda")
 
     assert torch.cuda.memory_allocated() == before
-
-
-def test_a_failing_read_leaves_no_pinned_memory(tmp_path, monkeypatch):
-    write(tmp_path / "x.safetensors", {"x": (64, MIB)})
-    made = []
-    with fw.device.CudaDevice(0) as device:
-        register = device.register_host
-        monkeypatch.setattr(
-            device, "register_host", lambda *each: made.append(register(*each)) or made[-1]
-        )
-
-        def read_file(*arguments):
-            raise OSError(5, "Input/output error")
-
-        # The file ends inside of a page, whose bytes come last.
-        monkeypatch.setattr(moving._native, "read_file", read_file)
-        with pytest.raises(OSError, match="Input/output"):
-            fw.load(tmp_path / "x.safetensors", device, o_direct=True)
-
-        assert made
-        assert pool_of(device).shared.lent == 0, "others may have its buffers"
-    assert all(memory.closed for memory in made)
 
 
 def test_tensors_of_a_gpu_and_of_the_host_are_not_one_target(tmp_path):

@@ -20,7 +20,7 @@ from numba import cuda
 
 import flashwarp as fw
 from flashwarp.device import CudaDevice
-from flashwarp.errors import ArgumentError, BoundsError, ClosedError, StorageError
+from flashwarp.errors import ArgumentError, ClosedError, StorageError
 from flashwarp.interop.numba import atomic_add, jit, prefetch, read_async, write_async
 from flashwarp.testing.faults import Faulty
 
@@ -92,49 +92,6 @@ def test_every_number_is_loaded_and_stored(dtype: str, tmp_path: Path, device: C
         assert (y[:] == values).all()
 
 
-def test_axes_lengths_and_sizes(tmp_path: Path, device: CudaDevice) -> None:
-    @jit
-    def row_sums(out: Any, data: Any) -> None:
-        i = cuda.grid(1)
-        if i < data.shape[0]:
-            total = 0
-            for j in range(data.shape[1]):
-                total += data[i, -1 - j]
-            out[i] = total
-            if i == 0:
-                out[len(data)] = len(data)
-                out[len(data) + 1] = data.size
-                out[len(data) + 2] = data.ndim
-
-    values = np.random.default_rng(5).integers(0, 1000, (500, 300))
-    np.save(tmp_path / "x.npy", values)
-    out = cuda.device_array(503, np.int64)
-    with fw.open(tmp_path / "x.npy", device=device, cache="64 KiB") as x:
-        row_sums[4, 128](out, x)
-        x.wait(0)
-
-    assert out.copy_to_host()[:500].tolist() == values.sum(1).tolist()
-    assert out.copy_to_host()[500:].tolist() == [500, 150_000, 2]
-
-
-@pytest.mark.parametrize("place", [(3, 5), (-4, 0), (0, -6), (1 << 40, 0)])
-def test_index_out_of_bounds_is_raised(
-    place: tuple[int, int], tmp_path: Path, device: CudaDevice
-) -> None:
-    @jit
-    def read(out: Any, data: Any, i: Any, j: Any) -> None:
-        out[0] = data[i, j]
-
-    out = cuda.to_device(np.ones(1, np.float32))
-    np.save(tmp_path / "x.npy", np.ones((3, 5), np.float32))
-    with fw.open(tmp_path / "x.npy", device=device) as x:
-        read[1, 1](out, x, *place)
-
-        with pytest.raises(BoundsError):
-            x.wait(0)
-        assert out.copy_to_host()[0] == 0
-
-
 def test_transfers_of_ones_own_buffers(floats: fw.Array) -> None:
     @jit
     def double(data: Any, polls: Any) -> None:
@@ -155,38 +112,6 @@ def test_transfers_of_ones_own_buffers(floats: fw.Array) -> None:
     floats.wait(0)
 
     assert (floats[:] == 2 * np.arange(floats.size, dtype=np.float32)).all()
-
-
-def test_more_tokens_than_one_place_remembers(floats: fw.Array) -> None:
-    @jit
-    def kernel(out: Any, data: Any) -> None:
-        base = cuda.grid(1) * 4096
-        first = read_async(data, base, 1, out[cuda.grid(1) * 2 :])
-        for i in range(20):
-            ahead = prefetch(data, base + 100 * i, 100)
-            if i == 0:
-                oldest = ahead
-        out[cuda.grid(1) * 2 + 1] = oldest.wait() + ahead.wait() + first.wait()
-
-    out = cuda.to_device(np.full(256, -1, np.float32))
-    kernel[1, 128](out, floats)
-    floats.wait(0)
-
-    assert out.copy_to_host()[::2].tolist() == list(range(0, 128 * 4096, 4096))
-    assert (out.copy_to_host()[1::2] == 0).all()
-
-
-def test_transfer_that_does_not_fit_its_buffer_is_refused(floats: fw.Array) -> None:
-    @jit
-    def kernel(out: Any, data: Any) -> None:
-        read_async(data, 0, out.size + 1, out).wait()
-
-    out = cuda.to_device(np.full(10, 7, np.float32))
-    kernel[1, 1](out, floats)
-
-    with pytest.raises(BoundsError):
-        floats.wait(0)
-    assert (out.copy_to_host() == 7).all()
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "uint64", "float32", "float64"])

@@ -12,9 +12,8 @@ pytest.importorskip("torch", reason="torch is not installed")
 import torch
 
 import flashwarp as fw
-from flashwarp.errors import BoundsError, CaptureError, StorageError
-from flashwarp.storage import File, Memory
-from flashwarp.testing import Faulty
+from flashwarp.errors import BoundsError, CaptureError
+from flashwarp.storage import Memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,23 +53,6 @@ def read(request, tmp_path, content, device):
         pulled = pipeline.get("sms", 8 if x.service.route == "in_place" else 0)
         yield x, pipeline, "pull" if pulled else "ring"
         gc.collect()  # of graphs that read it
-
-
-@pytest.fixture(params=["memory", "page_cache", "o_direct"])
-def written(request, tmp_path, content, device):
-    """A writable array, and what reads its storage."""
-    data = content.copy()
-    data.tofile(tmp_path / "rows")
-    source = Memory(data) if request.param == "memory" else tmp_path / "rows"
-    options = {} if request.param == "memory" else {"o_direct": request.param == "o_direct"}
-    with fw.open(source, "r+", "i4", (ROWS, WORDS), device=device, cache="1 MiB", **options) as x:
-
-        def stored():
-            if request.param == "memory":
-                return data
-            return np.fromfile(tmp_path / "rows", np.int32).reshape(ROWS, WORDS)
-
-        yield x, stored
 
 
 def sample(count=BATCH):
@@ -127,17 +109,6 @@ def test_a_loop_starts_batches_ahead_of_its_bodys_work(read):
                 ticket.wait(10)
             assert not end.query(), "a batch has waited for the body's work"
             break
-
-
-def test_ids_of_the_host_of_every_form(read, content):
-    x, options, _ = read
-    forms = [slice(100, 600), range(5, 5000, 11), [3, -1, 3], np.array([ROWS - 1]), []]
-    with fw.Pipeline(x, BATCH, depth=len(forms), library="torch", **options) as p:
-        for ids in forms:
-            p.prefetch(ids)
-        for ids in forms:
-            want = content[ids] if isinstance(ids, slice) else content[np.array(ids, np.int64)]
-            np.testing.assert_array_equal(host(p.take()), want)
 
 
 def test_a_buffer_is_not_overwritten_while_a_slow_kernel_reads_it(read, content):
@@ -197,15 +168,6 @@ def test_rows_out_of_bounds_are_zero_and_raised(read, content):
         np.testing.assert_array_equal(np.asarray(p.take()), content[8:9])
 
 
-def test_stores_through_the_array_are_seen(written):
-    x, _ = written
-    x.gather(np.arange(100))
-    x.scatter(np.arange(100), np.full((100, WORDS), 5, np.int32))
-    with fw.Pipeline(x, BATCH, library="torch") as p:
-        p.prefetch(range(100))
-        assert bool((p.take() == 5).all())
-
-
 def test_long_rows_and_ranges_go_by_copy_engines(device):
     data = np.random.default_rng(5).integers(0, 1 << 30, (200, 1 << 15), np.int32)  # 128 KiB
     with (
@@ -219,24 +181,6 @@ def test_long_rows_and_ranges_go_by_copy_engines(device):
             np.testing.assert_array_equal(host(p.take()), want)
         assert p.prefetch(torch.from_numpy(which).cuda()).route == "pull"
         np.testing.assert_array_equal(host(p.take()), data[which])
-
-
-def test_a_batch_that_fails_leaves_the_next_ones(device, tmp_path, content):
-    content.tofile(tmp_path / "rows")
-    storage = Faulty(File(tmp_path / "rows"), "read eio bytes=400000-400001")
-    with (
-        fw.open(storage, "r", "i4", (ROWS, WORDS), device=device, cache="1 MiB") as x,
-        fw.Pipeline(x, BATCH, depth=3, library="torch") as p,
-    ):
-        assert p.explain().route == "ring"
-        tickets = [p.prefetch(ids) for ids in ([1, 2], [3, 400, 4], [5])]
-        tickets[0].wait()
-        with pytest.raises(StorageError):
-            tickets[1].wait()
-        np.testing.assert_array_equal(host(p.take()), content[[1, 2]])
-        with pytest.raises(StorageError):
-            p.take()
-        np.testing.assert_array_equal(host(p.take()), content[[5]])
 
 
 def test_the_end_with_batches_in_flight(read):

@@ -283,27 +283,6 @@ def test_storage_that_fails_during_a_replay(tmp_path, content, device):
         gc.collect()
 
 
-def test_an_array_is_not_closed_while_a_graph_reads_it(x, content):
-    index = some(32, 0)
-    out = torch.empty((32, WORDS), dtype=torch.int32, device="cuda")
-    graph = captured(lambda: x.gather(index, out, stream=here()))
-
-    with pytest.raises(errors.FlashwarpError, match="graph"):
-        x.close()
-
-    assert not x.closed
-    out.zero_()
-    graph.replay()
-    assert torch.equal(out, rows_of(content, index))
-    assert torch.equal(x.gather(index), rows_of(content, index))
-    graph.reset()
-    del graph
-    gc.collect()
-    torch.cuda.synchronize()
-    x.close()
-    assert x.closed
-
-
 @pytest.mark.parametrize(
     "call",
     [

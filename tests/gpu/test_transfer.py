@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
 
-from flashwarp.errors import CaptureError, DeviceTimeout
+from flashwarp.errors import DeviceTimeout
 from flashwarp.transfer import CopyEngine, Direction, TransferClient
 from support.words import Word
 
@@ -78,10 +77,8 @@ def test_a_copy_returns_at_once_and_words_hold_it(device, engine, ring):
     torch.cuda.synchronize()
     landed = Word(device)
     buffer = ring.take()
-    begin = time.perf_counter()
     landed.hold(engine, Direction.TO_DEVICE, 1)
     copy = engine.copy(there, buffer, after=())
-    assert time.perf_counter() - begin < 0.5
     with pytest.raises(DeviceTimeout):
         copy.wait(0.05)
 
@@ -113,30 +110,3 @@ def test_a_batch_arrives(device, engine, piece):
 
     got = there.cpu().numpy().reshape(count, piece)[places // piece].reshape(-1)
     assert (got == here.as_numpy()).all()
-
-
-def test_buffers_are_not_lent_while_they_are_copied(device, engine):
-    there = torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
-    stream = torch.cuda.Stream()
-    with TransferClient(device, "tests", 16 * MIB, 16 * MIB) as ring:
-        for value in range(20):
-            buffer = ring.take(timeout_s=10)
-            buffer.as_numpy()[:] = value
-            slow(stream)
-            engine.copy(there, buffer, after=stream)
-            buffer.release()
-        engine.wait()
-        assert bool((there == 19).all())
-
-
-def test_a_capture_is_refused_and_goes_on(device, engine, ring):
-    there = torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
-    buffer = ring.take()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        there.add_(1)
-        with pytest.raises(CaptureError):
-            engine.copy(buffer, there)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert bool((there == 1).all())
