@@ -34,16 +34,14 @@ def test_streams_that_are_gone_leave_their_marks(array):
         torch.cuda.synchronize()
         stream = x.device.create_stream()
         x.scatter(ids, values, stream=stream)
-        x._attachment.forget_stream(stream.handle)
-        stream.close()
+        x._attachment.end_stream(stream)
         other = x.device.create_stream()  # perhaps with the same handle
         out = rows_of(0, 64)
         torch.cuda.current_stream().synchronize()
         x.gather(ids, out, stream=other)
         x.wait(other)
         assert (out == step).all()
-        x._attachment.forget_stream(other.handle)
-        other.close()
+        x._attachment.end_stream(other)
 
 
 def test_captured_calls_come_behind_each_other(array):

@@ -6,15 +6,19 @@ looks at what is read.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flashwarp as fw
+from flashwarp._waiting import until
 from flashwarp.errors import ArgumentError, CaptureError
 from support import fake_cuda
-from support.cuda_arrays import fake, open_array, stream_of_last_launch
+from support.cuda_arrays import fake, gpu, open_array, stream_of_last_launch
 
 
 def operands(x: fw.Array) -> tuple[Any, Any, int]:
@@ -131,7 +135,7 @@ def check_stream_that_does_not_exist_is_refused_before_anything_is_queued() -> N
         with pytest.raises(ArgumentError, match=r"stream 0x7 does not exist"):
             x.gather(index, out, stream=7)
         assert fake().fake_count(b"cuLaunchKernel") == launches
-        x._attachment.forget_stream(7)
+        x._attachment._streams.discard(7)
 
 
 def check_flush_waits_for_marks_and_not_for_handles() -> None:
@@ -139,7 +143,7 @@ def check_flush_waits_for_marks_and_not_for_handles() -> None:
         index, out, _other = operands(x)
         fake().fake_hold(1)
         x.scatter(index, out, stream=1)
-        x._attachment.forget_stream(1)  # as if its handle were gone
+        x._attachment._streams.discard(1)  # as if its handle were gone
         order = x._attachment.launcher.order
         assert not order._done()
         fake().fake_hold(0)
@@ -157,6 +161,43 @@ def check_many_streams_leave_few_marks() -> None:
             kept.append(x.device.create_stream())
             x.gather(index, out, stream=kept[-1].handle)
         assert fake().fake_count(b"cuEventCreate") - events < 40
+
+
+def check_wait_for_a_late_stream_delays_no_neighbour_on_the_cache() -> None:
+    device = gpu()
+    memories = [fw.storage.Memory(np.zeros(64, np.int64)) for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(device)
+        cache = stack.enter_context(fw.Cache("64 KiB", device=device))
+        # One that is only read has no marks of its accesses: it waits for the stream itself.
+        x, y, z = (
+            stack.enter_context(fw.open(memory, mode, "i8", device=device, cache=cache))
+            for memory, mode in zip(memories, ("r", "r+", "r+"), strict=True)
+        )
+        ids, rows = device.empty_array((2,), "i8"), device.empty_array((2,), "i8")
+        late, other = (stack.enter_context(device.create_stream()) for _ in range(2))
+        stack.callback(fake().fake_hold, 0)
+        fake().fake_hold(late.handle)
+        x.gather(ids, rows, stream=late)
+        waiter = threading.Thread(target=x.wait)
+        asked = fake().fake_count(b"cuStreamQuery")
+        waiter.start()
+        assert until(lambda: fake().fake_count(b"cuStreamQuery") > asked + 2, 20) is None
+
+        begun = time.monotonic()
+        y.gather(ids, rows, stream=other)
+        y.flush()
+        with fw.Pipeline(y, 2) as pipeline:
+            pipeline.prefetch([1, 0])
+            pipeline.take()
+        z.gather_async(ids)
+        z.close()
+
+        assert time.monotonic() - begun < 10
+        assert waiter.is_alive()
+        fake().fake_hold(0)
+        waiter.join(20)
+        assert not waiter.is_alive()
 
 
 test_order = fake_cuda.test_of(globals())

@@ -23,7 +23,7 @@ from flashwarp.array.failures import Failures
 from flashwarp.array.stats import Stats
 from flashwarp.cache.cache import Cache
 from flashwarp.config import time_limit_s
-from flashwarp.device import CudaDevice
+from flashwarp.device import CudaDevice, OwnedStream
 from flashwarp.errors import (
     CaptureError,
     DeviceError,
@@ -40,6 +40,7 @@ from flashwarp.launch.rows import RowFormat
 from flashwarp.nvme import Controller, Destination
 from flashwarp.storage import Namespace
 from flashwarp.storage.composite import serve
+from flashwarp.transfer import DeviceQueue
 
 __all__ = ["Attachment"]
 
@@ -238,11 +239,9 @@ class Attachment(endings.NotCopied):
         self._streams.add(stream)
         self.cache.streams.add(stream)
 
-    def forget_stream(self, stream: int) -> None:
-        """Forget a stream of ours that is done and about to be destroyed."""
-        with self.cache.streams_lock:
-            self._streams.discard(stream)
-            self.cache.streams.discard(stream)
+    def end_stream(self, stream: OwnedStream | DeviceQueue) -> None:
+        """Destroy a stream of ours that is done: the array must not wait for one that is gone."""
+        self.cache.streams.end(stream, self._streams)
 
     def raise_noted(self) -> None:
         """Raise what earlier calls on streams, and replays, have noted so far. Does not wait."""
@@ -264,8 +263,8 @@ class Attachment(endings.NotCopied):
         if order is not None and not self._gave_up:
             order.wait(time_limit_s())
         for stream in list(self._streams):
-            with self.cache.streams_lock:
-                if stream in self._streams:
+            with self.cache.streams.asking(stream, self._streams) as noted:
+                if noted:
                     self.device.wait(stream, timeout_s=time_limit_s())
                     self._streams.discard(stream)
 
@@ -397,10 +396,11 @@ class Attachment(endings.NotCopied):
             )
 
     def _captured(self, stream: int) -> bool:
-        try:
-            return self.device.capture(stream) is not None
-        except DeviceError:  # after a fault; or the stream does not exist any more
-            return False
+        with self.cache.streams.asking(stream, self._streams) as noted:
+            try:
+                return noted and self.device.capture(stream) is not None
+            except DeviceError:  # after a fault; or the caller has destroyed the stream
+                return False
 
     def close_lost(self) -> None:
         """Close it after its array was lost. The garbage collector calls this in any thread.

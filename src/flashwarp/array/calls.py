@@ -310,10 +310,7 @@ class Calls(InFlight):
         for queue in queues:
             for seat in queue.seats:
                 seat.close()
-            cache = self._launcher.volume.cache
-            with cache.streams_lock:
-                cache.streams.discard(queue.stream.handle)
-            queue.stream.close()
+            self._launcher.volume.cache.streams.end(queue.stream)
         for seat, call in self._spoiled:
             seat.close()
             call.release()

@@ -170,9 +170,11 @@ class ShareTable(Closing):
             raise self._error(left)
 
     def _free(self) -> list[int]:
-        with self.cache.streams_lock:
-            for stream in (None, *self.cache.streams):
-                self._device.wait(stream)
+        self._device.wait()
+        for stream in list(self.cache.streams):
+            with self.cache.streams.asking(stream) as noted:
+                if noted:
+                    self._device.wait(stream)
         left = self._left()
         self._memory.close()
         self.cache._leave(self)

@@ -20,6 +20,7 @@ from flashwarp.cache.failures import FailureSequence
 from flashwarp.cache.memory import VOLUMES_MAX, CacheMemory
 from flashwarp.cache.miss_list import allocate_misses
 from flashwarp.cache.sizes import LINE_DEFAULT, TierShape, automatic_capacity, check_line, divide
+from flashwarp.cache.streams import NotedStreams
 from flashwarp.cache.structs import (
     EPOCH_BYTES,
     CountersStruct,
@@ -261,9 +262,7 @@ class Cache(endings.OfProcess):
         # Arrays that share the cache take turns: a kernel of one may finish another's commands, so
         # no array may close while a kernel runs.
         self.turn = endings.Lock()
-        # Streams with calls not waited for yet; the lock is held to wait for one, or to end one.
-        self.streams: set[int] = set()
-        self.streams_lock = endings.Lock()
+        self.streams = NotedStreams()
         self._volumes: dict[int, Volume] = {}
         self._epochs = [0] * VOLUMES_MAX  # how often each entry was given up, if shared
         # What keeps the memory while no array is attached: the user, arrays that are being opened,

@@ -186,8 +186,6 @@ class GpuRoute(Route):
                 failure = failure or error
         super().close()
         for queue in self._queues:
-            # The array waits for its streams when it closes: it must not know one that is gone.
-            self.array._attachment.forget_stream(queue.handle)
-            queue.close()
+            self.array._attachment.end_stream(queue)
         if failure is not None:
             raise failure
