@@ -47,8 +47,6 @@ from flashwarp.policy import Policy, resolve_policy
 if TYPE_CHECKING:
     from flashwarp.cache.shared import Client, Owner
 
-__all__ = ["Cache", "Volume"]
-
 _COUNTER_SHARDS = 64
 # Misses that the list of an asynchronous call holds: 2 MiB, of which an array may have 64.
 _LANE_MISSES_MAX = 1 << 18

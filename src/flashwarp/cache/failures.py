@@ -10,8 +10,6 @@ from flashwarp.cache.structs import FAILURES_KEPT, FailureLogStruct, FailureStru
 from flashwarp.device import Device, OwnedStream
 from flashwarp.errors import DeviceError
 
-__all__ = ["FailureSequence", "Noted"]
-
 
 @dataclass(frozen=True)
 class Noted:

@@ -16,8 +16,6 @@ from flashwarp.device import Device, DeviceMemory
 from flashwarp.policy import Policy
 from flashwarp.transfer import pool_of
 
-__all__ = ["VOLUMES_MAX", "CacheMemory"]
-
 VOLUMES_MAX = 64
 # `kPolicyWordsAlignment`: the words follow the tags at a multiple of this.
 _POLICY_WORDS_ALIGNMENT = 128

@@ -13,8 +13,6 @@ from flashwarp.device.layouts import fields_of
 if TYPE_CHECKING:
     from flashwarp.device import Device, DeviceMemory
 
-__all__ = ["ListUseStruct", "MissListStruct", "allocate_misses"]
-
 # Misses that a list holds at a time, each in 8 bytes. A launch on a GPU of 132 multiprocessors
 # leaves 67,584 entries (its lanes) unused, so a shorter list would hold little.
 _ENTRIES_MIN = 1 << 17

@@ -24,8 +24,6 @@ from flashwarp.sharing.connection import Connection
 from flashwarp.sharing.listener import Answer, Listener, Session
 from flashwarp.sharing.messages import ITEMS_MAX
 
-__all__ = ["Client", "Facts", "Owner", "meet"]
-
 _STAGE_BYTES = 4 << 20
 _START_S = 10.0
 _RETRY_S = 0.01

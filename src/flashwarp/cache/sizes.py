@@ -9,17 +9,6 @@ from flashwarp.config import parse_bytes
 from flashwarp.device import Device
 from flashwarp.errors import CacheError
 
-__all__ = [
-    "LINE_BYTES_MAX",
-    "LINE_BYTES_MIN",
-    "LINE_DEFAULT",
-    "TierShape",
-    "automatic_capacity",
-    "check_line",
-    "divide",
-    "geometry_of",
-]
-
 LINE_BYTES_MIN = 512
 LINE_BYTES_MAX = 2 << 20
 LINE_DEFAULT = "4 KiB"

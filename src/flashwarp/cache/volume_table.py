@@ -14,8 +14,6 @@ from flashwarp.cache.structs import VolumeStruct
 from flashwarp.device import Device
 from flashwarp.errors import CacheError, DeviceTimeout
 
-__all__ = ["TIER_LINES", "TableEntry", "free_lines", "line_numbers"]
-
 _LINES_MAX = 1 << 38
 # Lines from here on do not enter the host tier: `kTierLines` of the headers.
 TIER_LINES = 1 << 37

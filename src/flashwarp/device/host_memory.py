@@ -12,8 +12,6 @@ from pathlib import Path
 
 from flashwarp import endings
 
-__all__ = ["PinnedFiles", "available_bytes", "pinned_files", "total_bytes"]
-
 # Names of the files of a memory control group: limit, use, and the lines of `memory.stat` for what
 # can be reclaimed. Version 1 counts the groups below in the lines with `total_`.
 _V2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from flashwarp._jit import cuda_context
     from flashwarp._jit.compiler import Source
 
-__all__ = ["BuiltInKernels", "Kernels", "Launch"]
-
 _PREPARED_MAX = 256
 
 

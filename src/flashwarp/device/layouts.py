@@ -12,8 +12,6 @@ from typing import Any
 
 from flashwarp import _native
 
-__all__ = ["fields_of", "size_of"]
-
 _TYPES = {
     "B": ctypes.c_uint8,
     "I": ctypes.c_uint32,

@@ -16,8 +16,6 @@ import numpy.typing as npt
 from flashwarp import endings
 from flashwarp.device import Device, DeviceArray, DeviceMemory, OwnedStream
 
-__all__ = ["Scratch"]
-
 _BLOCK_BYTES_MIN = 64 << 10
 
 # The most that is kept between calls: two rounds of the largest built-in batch of a loader.

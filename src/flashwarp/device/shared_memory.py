@@ -17,8 +17,6 @@ import numpy as np
 
 from flashwarp.errors import DeviceError, DeviceOutOfMemory, SharedCacheError
 
-__all__ = ["Mapped", "create", "map_memory"]
-
 # Of linux/fcntl.h; fcntl has the last one from Python 3.13 on.
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEAL_FUTURE_WRITE = 0x0010

@@ -19,8 +19,6 @@ from flashwarp.device.foreign import Stream
 if TYPE_CHECKING:
     from flashwarp.device.memory import OwnedStream
 
-__all__ = ["Event", "Streams"]
-
 
 @renamed
 class Event(ABC):

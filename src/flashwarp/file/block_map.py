@@ -22,8 +22,6 @@ from flashwarp.errors import PathError, StorageError
 from flashwarp.file.volume import Volume, check_file_system
 from flashwarp.storage import files
 
-__all__ = ["BLOCK_BYTES", "STALE", "BlockMap", "FileExtent", "FileState"]
-
 BLOCK_BYTES = 4096
 """What each extent is a multiple of, as `MappedStorage` in C++ checks again."""
 

@@ -11,8 +11,6 @@ from flashwarp import _native
 from flashwarp.errors import StorageError
 from flashwarp.storage import files
 
-__all__ = ["EndOf", "drafted"]
-
 
 class EndOf:
     """The end and the lock of an ordinary file that is as long as its capacity while it is open.

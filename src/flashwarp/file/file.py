@@ -37,8 +37,6 @@ from flashwarp.file.transfers import FileBytes
 from flashwarp.nvme import Controller
 from flashwarp.storage import files, npy, source
 
-__all__ = ["File"]
-
 _ZEROS_BYTES = 4 << 20
 _COPY_BYTES = 16 << 20
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from flashwarp.array.array import Array
     from flashwarp.device import Device, DeviceMemory
 
-__all__ = ["FileStateStruct", "FileStruct", "KernelFile", "read_size"]
-
 LINES_AHEAD_MAX = 1 << 16
 _READ, _WRITE = 1, 2
 

@@ -29,8 +29,6 @@ from flashwarp.storage import BlockDevice, Passthrough, Storage, files
 from flashwarp.storage.block_users import text_of
 from flashwarp.storage.lease import Lease
 
-__all__ = ["MappedFile"]
-
 # A process that wants the file waits for so long at most, and Linux takes the lease back after
 # /proc/sys/fs/lease-break-time, 45 s by default.
 _BREAK_TIME = Path("/proc/sys/fs/lease-break-time")

@@ -12,8 +12,6 @@ from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError, BoundsError, DtypeError
 from flashwarp.file.kernel_file import FileStateStruct, KernelFile
 
-__all__ = ["FileBytes"]
-
 
 class FileBytes(KernelFile):
     """The half of `File` that moves bytes."""

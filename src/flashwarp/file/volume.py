@@ -16,8 +16,6 @@ from pathlib import Path
 from flashwarp.errors import PathError
 from flashwarp.storage.block_users import names_in, text_of
 
-__all__ = ["Volume", "check_file_system"]
-
 _SECTOR_BYTES = 512
 
 # File systems that change a block in place, and move it for nobody who has not opened the file.

@@ -20,8 +20,6 @@ from pathlib import Path
 from flashwarp.errors import ArgumentError, FlashwarpError, LockedError, PathError
 from flashwarp.storage.block_users import names_in, processes_with, text_of, users_of
 
-__all__ = ["PciController", "bind", "controllers", "find", "unbind"]
-
 DRIVER = "vfio-pci"
 """The kernel's driver that gives devices to processes."""
 

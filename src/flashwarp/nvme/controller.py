@@ -20,8 +20,6 @@ from flashwarp.errors import FlashwarpError, StorageError
 from flashwarp.nvme.queue_pair import QueueCounters
 from flashwarp.storage import Namespace
 
-__all__ = ["Controller", "Destination", "Queues", "Service"]
-
 
 @dataclass(frozen=True)
 class Destination:

@@ -17,8 +17,6 @@ from flashwarp.nvme.drive_namespace import DriveNamespace
 from flashwarp.nvme.queue_pair import NamespacePart
 from flashwarp.storage import Namespace
 
-__all__ = ["DriveExtents", "OnDrive", "on_drive"]
-
 
 class DriveExtents:
     """Extents of a namespace of a drive, and who uses them through queue pairs.

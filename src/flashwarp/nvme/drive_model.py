@@ -23,8 +23,6 @@ from flashwarp import _native
 from flashwarp.config import SIZE_MAX, integer, number
 from flashwarp.errors import ArgumentError
 
-__all__ = ["SSDModel", "Saturation"]
-
 _LBA = 512
 # Quantiles that the controller is given: exact up to 99.9 %, as the next one is at 99.902 %.
 _QUANTILES = 1024

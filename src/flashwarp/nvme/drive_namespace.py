@@ -18,8 +18,6 @@ from flashwarp.errors import (
 )
 from flashwarp.storage import Storage, signatures
 
-__all__ = ["DriveNamespace", "drive_errors"]
-
 # Blocks of 512 and 4096 bytes.
 _LBA_SHIFTS = (9, 12)
 

@@ -24,15 +24,6 @@ from flashwarp import _native
 from flashwarp.device import CudaDevice, Registration
 from flashwarp.errors import DeviceError
 
-__all__ = [
-    "NO_EXPORT",
-    "Doorbells",
-    "direct_refusal",
-    "dma_buf",
-    "doorbell_advice",
-    "map_doorbells",
-]
-
 Doorbells = tuple[tuple[int, int], ...]
 
 NO_EXPORT = "the GPU exports no memory as dma-buf, which takes NVIDIA's open kernel modules"

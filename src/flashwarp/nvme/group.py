@@ -19,8 +19,6 @@ from flashwarp.nvme.software import SoftwareController, choose_route
 from flashwarp.storage import Namespace, Striped
 from flashwarp.storage.composite import Composite, Concatenated
 
-__all__ = ["NAMESPACES_MAX", "ControllerGroup", "GroupService", "choose_controllers"]
-
 NAMESPACES_MAX = 16
 """Most namespaces of an array; `kNamespacesMax` of the headers."""
 

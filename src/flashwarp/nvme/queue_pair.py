@@ -18,18 +18,6 @@ from flashwarp.device.memory import DeviceMemory, align_up
 from flashwarp.endings import NotCopied
 from flashwarp.transfer import pool_of
 
-__all__ = [
-    "ROUTES",
-    "DriveAddressingStruct",
-    "DriveSide",
-    "NamespacePart",
-    "QueueCounters",
-    "QueuePairs",
-    "QueueTable",
-    "Route",
-    "Transfers",
-]
-
 Route = Literal["in_place", "bounce", "direct"]
 ROUTES: tuple[Route, ...] = get_args(Route)
 """Names of `nvme::route`, by value."""

@@ -26,8 +26,6 @@ from flashwarp.storage.file import Mapping
 if TYPE_CHECKING:
     from flashwarp.nvme.drive_model import SSDModel
 
-__all__ = ["PAGE_BYTES", "PIECE_BYTES", "SoftwareController", "SoftwareService", "choose_route"]
-
 _log = logging.getLogger(__name__)
 
 PAGE_BYTES = 2 << 20

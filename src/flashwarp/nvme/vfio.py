@@ -35,8 +35,6 @@ from flashwarp.nvme.drive_namespace import DriveNamespace, drive_errors
 from flashwarp.nvme.queue_pair import DriveAddressingStruct, DriveSide, QueuePairs, Transfers
 from flashwarp.storage import Namespace
 
-__all__ = ["VfioController", "VfioService"]
-
 _DEPTH_DEFAULT = 128
 _TIMEOUT_S = 10.0
 

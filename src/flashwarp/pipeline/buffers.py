@@ -10,8 +10,6 @@ from flashwarp.config import choice
 from flashwarp.device import DeviceArray, DeviceMemory
 from flashwarp.errors import ArgumentError, CaptureError
 
-__all__ = ["Buffer", "Buffers", "imported", "library_of"]
-
 # Libraries that allocate their own arrays on a GPU; callers of others get a `DeviceArray`.
 _ALLOCATING = ("torch", "cupy")
 

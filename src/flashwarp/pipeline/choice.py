@@ -15,8 +15,6 @@ from flashwarp.pipeline.in_place import InPlace
 from flashwarp.pipeline.route import Route
 from flashwarp.pipeline.staged import Staged
 
-__all__ = ["choose_route"]
-
 _SMS_MAX = 1024
 
 

@@ -31,8 +31,6 @@ from flashwarp.pipeline.structs import (
     SlotStateStruct,
 )
 
-__all__ = ["DeviceCalls"]
-
 # `fault` of batch/direction.cuh.
 _NO_FREE_SLOT, _NOT_DONE, _NOT_ALL, _TOO_LONG = 1, 2, 3, 4
 

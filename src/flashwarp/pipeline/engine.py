@@ -30,8 +30,6 @@ from flashwarp.nvme.software import SoftwareController
 from flashwarp.storage import Storage, Striped
 from flashwarp.transfer import TransferBuffer, TransferClient
 
-__all__ = ["BatchEngine", "BatchPort", "Direction", "Ring", "worker_limits"]
-
 _log = logging.getLogger(__name__)
 
 Direction = Literal["prefetch", "write_back"]

@@ -12,8 +12,6 @@ from flashwarp.nvme.software import SoftwareController
 from flashwarp.pipeline.engine import BatchEngine, Direction, Ring
 from flashwarp.storage import Storage
 
-__all__ = ["ArrayEngine", "make_engine", "why_no_engine"]
-
 _SLOTS_MAX = 64
 # Of all slots: an id and a status for each row.
 _LIST_BYTES_MAX = 16 << 20

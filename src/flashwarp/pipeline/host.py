@@ -25,8 +25,6 @@ from flashwarp.pipeline.ids import host_rows
 from flashwarp.pipeline.route import Route
 from flashwarp.pipeline.ticket import Ticket
 
-__all__ = ["Host"]
-
 
 class Host(Route):
     """Batches that end with a future of the array, or with a ticket of the engine."""

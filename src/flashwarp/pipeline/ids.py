@@ -11,8 +11,6 @@ from flashwarp.errors import ArgumentError, DtypeError
 from flashwarp.launch.operands import Index, is_foreign, rows_of
 from flashwarp.launch.rows import host_indices
 
-__all__ = ["check_rows", "host_rows", "on_gpu", "refuse_repeats"]
-
 # DLPack's kinds of memory: of a GPU, and managed.
 _CUDA_KINDS = (2, 13)
 

@@ -26,8 +26,6 @@ from flashwarp.pipeline.route import GpuRoute
 from flashwarp.pipeline.ticket import Ticket
 from flashwarp.transfer import DeviceQueue
 
-__all__ = ["InPlace"]
-
 # Multiprocessors whose loads fill PCIe 5: what one can have on its way is a quarter of the link.
 _SMS = 4
 # Those whose warps wait for commands.

@@ -12,8 +12,6 @@ from flashwarp.pipeline.engine import BatchEngine
 from flashwarp.pipeline.engines import ArrayEngine
 from flashwarp.pipeline.staged import RING
 
-__all__ = ["KernelBatches"]
-
 
 class KernelBatches(endings.Closing):
     """An engine that serves kernels alone, past the cache of the array.

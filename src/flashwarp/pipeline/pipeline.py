@@ -33,8 +33,6 @@ from flashwarp.pipeline.route import GpuRoute
 from flashwarp.pipeline.ticket import Ticket
 from flashwarp.pipeline.tiles import tiles
 
-__all__ = ["Pipeline"]
-
 _DEPTH_MAX = 1024
 _ROWS_MAX = 1 << 40
 

@@ -24,8 +24,6 @@ from flashwarp.pipeline.ticket import Ticket
 from flashwarp.storage import Storage
 from flashwarp.transfer import DeviceQueue
 
-__all__ = ["GpuRoute", "Route"]
-
 
 class Route(ABC):
     """How batches travel. All calls are those of one pipeline, one at a time.

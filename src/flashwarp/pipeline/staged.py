@@ -34,8 +34,6 @@ from flashwarp.pipeline.structs import RequestStruct
 from flashwarp.pipeline.ticket import Ticket
 from flashwarp.transfer import DeviceQueue
 
-__all__ = ["RING", "Staged"]
-
 RING = Ring(chunk_bytes=4 << 20, chunks=16)
 """Its size."""
 

@@ -11,15 +11,6 @@ from flashwarp.cache.structs import FailureLogStruct
 from flashwarp.device.layouts import fields_of
 from flashwarp.nvme.queue_pair import TransportStruct
 
-__all__ = [
-    "DirectionStruct",
-    "PipelineStruct",
-    "RegionsStruct",
-    "RequestStruct",
-    "ResultStruct",
-    "SlotStateStruct",
-]
-
 
 class RequestStruct(ctypes.Structure):
     """Mirror of `batch::request`."""

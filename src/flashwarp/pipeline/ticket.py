@@ -9,8 +9,6 @@ from flashwarp._names import renamed
 if TYPE_CHECKING:
     from flashwarp.pipeline.buffers import Buffer
 
-__all__ = ["Ticket"]
-
 
 class Waiting(Protocol):
     """A route, as far as a ticket needs it."""

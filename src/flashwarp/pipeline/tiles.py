@@ -10,8 +10,6 @@ from typing import Any
 from flashwarp.config import flag
 from flashwarp.errors import ArgumentError
 
-__all__ = ["tiles"]
-
 
 def tiles(make: Callable[[], Any], writable: bool, read: bool) -> Iterator[Any]:
     """Yield the tiles of an array; `Pipeline.tiles` describes them."""

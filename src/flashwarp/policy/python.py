@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 
 from flashwarp.errors import CompileError
 
-__all__ = ["policy_source"]
-
 _STRUCT = """\
 struct {name} {{
   // Where C++ leaves the result open.

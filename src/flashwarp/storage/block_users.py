@@ -10,8 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["names_in", "processes_with", "text_of", "users_of"]
-
 
 def users_of(disk: str, root: Path = Path("/")) -> list[str]:
     """Return who uses a block device such as "nvme0n1", or a part of it, for people.

@@ -14,17 +14,6 @@ from flashwarp.errors import ArgumentError, LockedError
 from flashwarp.storage import files
 from flashwarp.storage.base import Namespace, Storage
 
-__all__ = [
-    "Composite",
-    "Concatenated",
-    "Extent",
-    "Member",
-    "Replicated",
-    "Striped",
-    "members_of",
-    "serve",
-]
-
 Member: TypeAlias = files.PathLike | Storage
 
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from flashwarp.errors import FileFormatError
 
-__all__ = ["HEAD_BYTES", "refuse_container"]
-
 HEAD_BYTES = 4096
 """How much of a file `refuse_container` looks at."""
 

@@ -29,18 +29,6 @@ from flashwarp.storage.lease import Lease
 from flashwarp.storage.memory import Memory
 from flashwarp.storage.source import FilePart, Source
 
-__all__ = [
-    "Access",
-    "Choice",
-    "ChoiceReview",
-    "FileFacts",
-    "ReadFigures",
-    "choose_o_direct",
-    "file_storage",
-    "reach",
-    "reconsider",
-]
-
 _log = logging.getLogger(__name__)
 
 

@@ -25,22 +25,6 @@ from flashwarp.errors import (
     PathError,
 )
 
-__all__ = [
-    "Draft",
-    "PathLike",
-    "Stamp",
-    "check",
-    "check_name",
-    "check_new",
-    "lock_holder",
-    "open_for_reading",
-    "opened",
-    "path_error",
-    "replacing",
-    "stamp",
-    "write_error",
-]
-
 T = TypeVar("T")
 
 PathLike: TypeAlias = str | bytes | os.PathLike[str]

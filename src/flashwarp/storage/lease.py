@@ -22,8 +22,6 @@ from collections.abc import Callable
 from flashwarp import endings
 from flashwarp.errors import StorageError
 
-__all__ = ["Lease"]
-
 _log = logging.getLogger(__name__)
 
 # The longest that a writer waits for the keeper's look, which costs some microseconds of a core.

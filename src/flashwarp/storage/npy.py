@@ -19,16 +19,6 @@ from flashwarp.dtypes import check_dtype, check_shape
 from flashwarp.errors import ArgumentError, DtypeError, FileFormatError
 from flashwarp.storage import files
 
-__all__ = [
-    "DATA_OFFSET",
-    "MAGIC",
-    "Layout",
-    "empty_layout",
-    "header",
-    "read_layout",
-    "write_empty",
-]
-
 DATA_OFFSET = 4096
 """Where `header` puts the data: page-aligned, so that O_DIRECT transfers need no shifting."""
 

@@ -18,8 +18,6 @@ from flashwarp.config import SIZE_MAX
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.storage import files
 
-__all__ = ["DTYPE_BITS", "Checkpoint", "Tensor", "read_checkpoint", "read_header"]
-
 Checkpoint: TypeAlias = files.PathLike | Sequence[files.PathLike]
 """A safetensors file, an index, the folder of either, or several files."""
 

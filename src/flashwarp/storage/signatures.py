@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HEAD_BYTES", "TAIL_BYTES", "found_in"]
-
 HEAD_BYTES = 128 << 10
 """Bytes from the begin that hold marks."""
 TAIL_BYTES = 128 << 10

@@ -19,8 +19,6 @@ from flashwarp.storage import containers, files, npy
 from flashwarp.storage.base import Namespace
 from flashwarp.storage.composite import Composite, Concatenated, Extent, Replicated
 
-__all__ = ["FilePart", "Shape", "Source", "look", "names_files"]
-
 Shape = int | Sequence[int]
 
 

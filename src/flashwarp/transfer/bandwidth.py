@@ -8,8 +8,6 @@ from collections.abc import Callable
 from flashwarp import endings
 from flashwarp.config import integer
 
-__all__ = ["LinkBandwidth"]
-
 _NS_A_SECOND = 1_000_000_000
 
 # A new transfer counts as much as all before it once these are this many times its length.

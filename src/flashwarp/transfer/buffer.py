@@ -20,8 +20,6 @@ from flashwarp.device import Device, DeviceMemory, Registration
 from flashwarp.device.memory import host_only
 from flashwarp.errors import ClosedError, DeviceError
 
-__all__ = ["PIECE_BYTES", "Block", "InFlight", "TransferBuffer"]
-
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
@@ -46,7 +44,8 @@ class Lender(Protocol):
 
     lock: endings.Lock
 
-    def take_back(self, block: Block, copies: list[InFlight]) -> None: ...
+    def take_back(self, block: Block, copies: list[InFlight]) -> None:
+        """Take a block back, which copies may still use."""
 
 
 class Block:

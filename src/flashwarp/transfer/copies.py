@@ -11,8 +11,6 @@ from flashwarp.config import time_limit_s
 from flashwarp.device import stream_handle
 from flashwarp.errors import DeviceTimeout, FlashwarpError
 
-__all__ = ["After", "Copier", "Copy", "Direction", "Piece"]
-
 Piece = tuple[int, int, int]
 """Target and source address, and bytes."""
 

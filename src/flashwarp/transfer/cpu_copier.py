@@ -11,8 +11,6 @@ from flashwarp.errors import ArgumentError, ClosedError, DeviceError, FlashwarpE
 from flashwarp.transfer.bandwidth import LinkBandwidth
 from flashwarp.transfer.copies import After, Copy, Piece
 
-__all__ = ["CpuCopier"]
-
 # Shorter copies take their time from the call, not from memory.
 _MEASURED_BYTES_MIN = 1 << 20
 

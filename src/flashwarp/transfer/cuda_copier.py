@@ -16,8 +16,6 @@ from flashwarp.transfer.buffer import PIECE_BYTES
 from flashwarp.transfer.copies import After, Copy, Direction, Piece
 from flashwarp.transfer.device_queue import DeviceQueue
 
-__all__ = ["CudaCopier", "direction_of"]
-
 # So many copies are queued before their ends are looked for, and so many in all: then a copy waits
 # for an earlier one to end.
 _SWEPT_AT = 16

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from flashwarp._jit.cuda_context import End
 from flashwarp.device import CudaDevice, Event
 
-__all__ = ["DeviceQueue"]
-
 
 class DeviceQueue:
     """A stream of a GPU, which is not being captured. Any thread may call.

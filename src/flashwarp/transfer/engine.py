@@ -16,8 +16,6 @@ from flashwarp.transfer.cpu_copier import CpuCopier
 from flashwarp.transfer.cuda_copier import CudaCopier, direction_of
 from flashwarp.transfer.operand import Operand, describe
 
-__all__ = ["CopyEngine"]
-
 _BYTES_MAX = 1 << 48
 
 # How long the end of the interpreter waits for copies: what a link moves in this time is more than

@@ -14,8 +14,6 @@ from flashwarp._names import renamed
 from flashwarp.config import cores, integer
 from flashwarp.errors import ArgumentError, BoundsError, StorageError
 
-__all__ = ["Gatherer"]
-
 _THREADS_MAX = 256
 _IN_FLIGHT_MAX = 4096
 _MOST = 1 << 62

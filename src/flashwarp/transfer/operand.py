@@ -13,8 +13,6 @@ from flashwarp.device.memory import host_bytes
 from flashwarp.errors import ArgumentError, BoundsError, ClosedError
 from flashwarp.transfer.buffer import TransferBuffer
 
-__all__ = ["Operand", "describe"]
-
 _ADDRESS_MAX = (1 << 64) - 1
 
 

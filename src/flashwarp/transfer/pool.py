@@ -32,8 +32,6 @@ from flashwarp.errors import (
 )
 from flashwarp.transfer.buffer import Block, InFlight, TransferBuffer
 
-__all__ = ["Pool", "TransferClient", "pool_of"]
-
 _log = logging.getLogger(__name__)
 
 Pinned = TypeVar("Pinned", DeviceMemory, Registration)

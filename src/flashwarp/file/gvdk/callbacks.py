@@ -8,8 +8,6 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["number_of", "weakly"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)

@@ -57,8 +57,6 @@ from flashwarp.file.gvdk.tables import Disk, Table, Tables
 from flashwarp.storage import files
 from flashwarp.storage.base import Storage, typed_errors
 
-__all__ = ["Gvdk"]
-
 _log = logging.getLogger(__name__)
 
 # A sync waits so long for writes that are under way.

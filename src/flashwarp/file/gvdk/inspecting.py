@@ -24,18 +24,6 @@ from flashwarp.file.gvdk.layout import (
 from flashwarp.file.gvdk.tables import Disk, Tables
 from flashwarp.storage import files
 
-__all__ = [
-    "MARKS",
-    "Recovered",
-    "Report",
-    "clear_torn_marks",
-    "inspect",
-    "is_gvdk",
-    "marked_ranges",
-    "newest_header",
-    "slots_of",
-]
-
 MARKS = b"GVDM"
 
 

@@ -16,25 +16,6 @@ from typing import NamedTuple
 from flashwarp import _native
 from flashwarp.errors import FileFormatError
 
-__all__ = [
-    "BITS",
-    "BLOCK_MAX",
-    "BLOCK_MIN",
-    "CAPACITY_MAX",
-    "HEADERS",
-    "MAGIC",
-    "PAGE",
-    "ROOT_ENTRIES",
-    "TABLE_ENTRIES",
-    "DamagedImageError",
-    "Header",
-    "ImageType",
-    "Page",
-    "Places",
-    "Sealer",
-    "places",
-]
-
 MAGIC = b"GVDK\r\n\x1a\n"
 """The first bytes. A transfer as text, or by 7 bits, would change them."""
 VERSION = 1

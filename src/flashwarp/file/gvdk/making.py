@@ -26,16 +26,6 @@ from flashwarp.file.gvdk.layout import (
 from flashwarp.file.gvdk.tables import Disk
 from flashwarp.storage import files
 
-__all__ = [
-    "COPY_BYTES",
-    "checked_key",
-    "drafted",
-    "exported",
-    "new_header",
-    "rounded",
-    "take_space",
-]
-
 COPY_BYTES = 4 << 20
 _KEY_BYTES_MIN = 16
 

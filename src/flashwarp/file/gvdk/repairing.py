@@ -30,8 +30,6 @@ from flashwarp.file.gvdk.tables import Disk, Table, Tables
 from flashwarp.storage import files
 from flashwarp.storage.base import typed_errors
 
-__all__ = ["repaired"]
-
 
 def repaired(path: str, key: bytes | None) -> Report:
     """Do what `Gvdk.repair` promises."""

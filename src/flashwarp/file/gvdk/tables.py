@@ -30,8 +30,6 @@ from flashwarp.file.gvdk.layout import (
     places,
 )
 
-__all__ = ["Disk", "Table", "Tables"]
-
 ROOT, TABLE, BITMAP = b"GVL1", b"GVL2", b"GVBM"
 
 
