@@ -55,16 +55,9 @@ _KEY_VERSION = "4"
 
 @dataclass(frozen=True)
 class Source:
-    """One translation unit.
+    """One translation unit: its name in the compiler's messages, and the code.
 
-    Attributes
-    ----------
-    name : str
-        Its name in the compiler's messages.
-    text : bytes
-        The code.
-    folder : Path or None
-        A folder in which headers that it includes with quotes may lie.
+    Headers that it includes with quotes may lie in `folder`.
     """
 
     name: str
@@ -102,22 +95,11 @@ class KernelResources:
 
 @dataclass(frozen=True)
 class Artifact:
-    """Compiled code for one architecture.
+    """Compiled code for one architecture, such as "sm_90", which the driver loads.
 
-    Attributes
-    ----------
-    arch : str
-        The architecture, such as "sm_90".
-    key : str
-        The key under which it is kept: the same for the same inputs.
-    cubin : bytes
-        The code, which the driver loads.
-    log : str
-        The compiler's output, with every kernel's spills.
-    kernels : dict
-        Resources by kernel name.
-    from_cache : bool
-        Whether it was found on disk and not compiled now.
+    It is kept under `key`, the same for the same inputs. `log` is the compiler's output, with every
+    kernel's spills; `kernels` are resources by kernel name; `from_cache`: it was found on disk and
+    not compiled now.
     """
 
     arch: str
@@ -151,25 +133,11 @@ def compile_source(
     options: Sequence[str] = (),
     cache: ArtifactCache | None = None,
 ) -> Artifact:
-    """Compiles one translation unit to a cubin, or finds it on disk.
+    """Compiles one translation unit to a cubin for `arch`, or finds it on disk.
 
-    Parameters
-    ----------
-    arch : str
-        Target, such as "sm_90"; see `architecture`.
-    source : Source
-        The code.
-    include_dirs : sequence of Path
-        Where its own headers are; headers elsewhere are not found.
-    options : sequence of str
-        More compiler options, such as "-DFW_DEBUG=1".
-    cache : ArtifactCache, optional
-        Default: the user's cache folder.
-
-    Returns
-    -------
-    Artifact
-        Blocks for one to several seconds if it must compile.
+    Blocks for one to several seconds if it must compile. Its own headers are in `include_dirs`;
+    headers elsewhere are not found. `options` are more compiler options, such as "-DFW_DEBUG=1";
+    `cache` is by default the user's cache folder.
     """
     key, entry, from_cache = _compiled(
         source, include_dirs, _cubin_options(arch), options, "CUBIN", cache
@@ -362,18 +330,13 @@ _CLOCK = re.compile(rb"__(?:DATE|TIME|TIMESTAMP)__")
 
 
 class Headers:
-    """Every header that a source can reach, by the name that includes it.
+    """Every header that a source can reach, by the name that includes it, as `contents`.
 
     A name found nowhere is left out: it belongs to a host compiler's branch of the code, or else
     the compiler says where it is missing.
 
-    Attributes
-    ----------
-    contents : dict
-        The headers for the compiler.
-    known : bool
-        Whether they are all that the code depends on. Names that a macro makes are not known before
-        the compiler asks for them, and may be absolute; neither is the time of day.
+    If they are `known`, they are all that the code depends on. Names that a macro makes are not
+    known before the compiler asks for them, and may be absolute; neither is the time of day.
     """
 
     def __init__(self, source: Source, include_dirs: Sequence[Path]) -> None:

@@ -84,18 +84,9 @@ _READING_DIRECTIVE = re.compile(rb"\.(?:incbin|include)\b")
 
 @dataclass(frozen=True)
 class HostArtifact:
-    """A compiled program.
+    """A compiled program: a shared library, kept under `key`, the same for the same inputs.
 
-    Attributes
-    ----------
-    key : str
-        The key under which it is kept: the same for the same inputs.
-    library : bytes
-        The shared library, which the loader loads.
-    log : str
-        The compiler's output.
-    from_cache : bool
-        Whether it was found on disk and not compiled now.
+    `log` is the compiler's output; `from_cache`: it was found on disk and not compiled now.
     """
 
     key: str
@@ -129,24 +120,9 @@ def compile_host(
 ) -> HostArtifact:
     """Compiles one translation unit to a shared library, or finds it on disk.
 
-    Parameters
-    ----------
-    source : Source
-        The code.
-    include_dirs : sequence of Path
-        Where its headers are, besides the compiler's own.
-    options : sequence of str
-        More compiler options.
-    debug : bool
-        Compile with assertions and debug information.
-    cache : ArtifactCache, optional
-        Default: the user's cache folder.
-
-    Returns
-    -------
-    HostArtifact
-        Blocks for some seconds when it has to compile, and else for the preprocessor's tenth of a
-        second.
+    Blocks for some seconds when it has to compile, and else for the preprocessor's tenth of a
+    second. Its headers are in `include_dirs`, besides the compiler's own. With `debug` it has
+    assertions and debug information. `cache` is by default the user's cache folder.
     """
     cache = ArtifactCache() if cache is None else cache
     command = find_compiler()

@@ -55,21 +55,11 @@ def find(compute_capability: tuple[int, int], policy: Policy) -> compiler.Artifa
 def build(
     folder: Path, architectures: Sequence[str], policies: Iterable[Policy] = POLICIES.values()
 ) -> None:
-    """Compile all built-in kernels; takes about three seconds of a core for each file.
+    """Compile all built-in kernels to files in a folder.
 
-    Parameters
-    ----------
-    folder : Path
-        Where the files go.
-    architectures : sequence of str
-        Such as "90"; "all" for `ARCHITECTURES`. For "86" the one that serves it is built.
-    policies : iterable of Policy
-        Of flashwarp's own.
-
-    Raises
-    ------
-    CompileError
-        If NVRTC is missing, or does not know an architecture.
+    Takes about three seconds of a core for each file. Architectures are such as "90"; "all" for
+    `ARCHITECTURES`. For "86" the one that serves it is built. Raises CompileError if NVRTC is
+    missing, or does not know one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     wanted = ARCHITECTURES if "all" in architectures else tuple(map(_number, architectures))

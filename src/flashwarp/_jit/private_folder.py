@@ -42,21 +42,11 @@ def opened(path: Path, *, create: bool) -> Iterator[int]:
     """Open a folder of this user with mode 0700; yields its descriptor.
 
     Symbolic links are resolved first; then each folder from the root on is opened without following
-    links, and none may be writable by others, unless it is sticky.
+    links, and none may be writable by others, unless it is sticky. With `create`, makes what is
+    missing.
 
-    Parameters
-    ----------
-    path : Path
-        The folder.
-    create : bool
-        Make what is missing, with mode 0700.
-
-    Raises
-    ------
-    UnsafeFolderError
-        When the folder, or one above it, could have been written to by others.
-    OSError
-        When it cannot be opened or made; FileNotFoundError when it is absent.
+    Raises UnsafeFolderError when the folder, or one above it, could have been written to by others,
+    and OSError when it cannot be opened or made; FileNotFoundError when it is absent.
     """
     names = os.path.realpath(path).split("/")[1:]
     folder = Path("/")
@@ -120,12 +110,7 @@ def _check_private(status: os.stat_result, folder: Path) -> None:
 def open_file(name: str, folder: int) -> int:
     """Open a file of this user's for reading, in an opened folder; returns its descriptor.
 
-    Raises
-    ------
-    UnsafeFolderError
-        When it is no regular file, or others may write to it.
-    OSError
-        When it cannot be opened.
+    Raises UnsafeFolderError when it is no regular file, or others may write to it; or OSError.
     """
     # A FIFO would block without O_NONBLOCK, which changes nothing for regular files.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -13,20 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """One kernel that a device can run.
+    """One kernel that a device can run, launched by its `handle`.
 
-    Attributes
-    ----------
-    symbol : str
-        Its mangled name, which has the types of its parameters.
-    param_bytes : tuple of int
-        The size of each parameter.
-    element_bytes : tuple of int
-        For each parameter, the size of an element if it is an array or pointer; 0 if not known.
-    resources : KernelResources or None
-        The resources that it uses on a GPU.
-    handle : object
-        What the device launches it by.
+    `symbol` is its mangled name, which has the types of its parameters; `param_bytes` are their
+    sizes. For each that is an array or pointer, `element_bytes` is the size of an element; 0 if not
+    known. `resources` are those that it uses on a GPU.
     """
 
     symbol: str

@@ -28,18 +28,11 @@ _NOTHING = Noted((), 0)
 class FailureSequence:
     """A sequence of failures that kernels append to, and how far the host has read it.
 
-    Any thread may read. The host never writes words that kernels own, so a read misses nothing:
-    the next read returns what kernels note meanwhile.
+    Any thread may read. The host never writes words that kernels own, so a read misses nothing: the
+    next read returns what kernels note meanwhile.
 
-    Parameters
-    ----------
-    entries : ctypes array of FailureStruct
-        Host memory that kernels write.
-    log : int
-        Device address of its `FailureLogStruct`.
-    device : Device
-    stream : OwnedStream, optional
-        The log is read and changed in the order of this stream.
+    Kernels write `entries` in host memory, and the `FailureLogStruct` at the device address `log`,
+    which is read and changed in the order of `stream`.
     """
 
     def __init__(

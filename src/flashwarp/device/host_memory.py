@@ -44,14 +44,9 @@ class PinnedFiles:
     ) -> tuple[Callable[[], None] | None, int]:
         """Count `nbytes` of a file, if all together are at most `most`.
 
-        `file` is its device and inode, and the byte at which they begin.
-
-        Returns
-        -------
-        release : callable or None
-            Ends it; may be called twice. None: they would be more, so they are not counted.
-        others : int
-            Bytes that were counted before.
+        `file` is its device and inode, and the byte at which they begin. Returns what ends it,
+        which may be called twice, or None if they would be more, so that they are not counted; and
+        the bytes that were counted before.
         """
         with self._lock:
             others = self._sum()
@@ -90,15 +85,8 @@ def total_bytes() -> int:
 def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return bytes that can be used without swapping, page cache included.
 
-    Parameters
-    ----------
-    proc, groups : Path
-        Where the file systems of the kernel are mounted.
-
-    Returns
-    -------
-    int
-        The least of the machine's ``MemAvailable`` and of what each control group leaves.
+    The least of the machine's ``MemAvailable`` and of what each control group leaves. `proc` and
+    `groups` are where the file systems of the kernel are mounted.
     """
     available = [_machine(proc), *_left_in_groups(proc, groups)]
     return max(0, min(available))

@@ -33,24 +33,11 @@ class Mapped(NamedTuple):
 def create(
     nbytes: int, *, read_only: bool, alignment: int = mmap.PAGESIZE
 ) -> tuple[int, int, Mapped]:
-    """Make memory of zeros, and map it for reading and writing.
+    """Make memory of zeros, and map it for reading and writing, at a multiple of `alignment`.
 
-    Parameters
-    ----------
-    nbytes : int
-    read_only : bool
-        Whether nobody but this mapping may ever change it.
-    alignment : int
-        Of its address here, a power of two.
-
-    Returns
-    -------
-    descriptor : int
-        What other processes map it by; the caller closes it.
-    offset : int
-        Where the memory begins in the file.
-    mapped : Mapped
-        A forked child does not have it.
+    If it is `read_only`, nobody but this mapping may ever change it. Returns the descriptor that
+    other processes map it by, which the caller closes; where the memory begins in the file; and the
+    mapping, which a forked child does not have.
     """
     slack = alignment if alignment > mmap.PAGESIZE else 0  # pages that nobody touches
     descriptor = -1

@@ -253,10 +253,7 @@ def _extents_of(
 def read_extents(ask: Ask, path: str, nbytes: int, device_bytes: int) -> tuple[FileExtent, ...]:
     """Return the extents of a file of `nbytes` on a device of `device_bytes`, all of them checked.
 
-    Raises
-    ------
-    PathError
-        For an extent that cannot be used, or an answer that cannot be true.
+    Raises PathError for an extent that cannot be used, or an answer that cannot be true.
     """
     end = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
     found: list[FileExtent] = []

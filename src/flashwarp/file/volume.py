@@ -53,11 +53,8 @@ class Volume:
     def of(cls, device: int, path: str, root: Path = Path("/")) -> Volume:
         """Return the volume with a device number, which a file at `path` has as its st_dev.
 
-        Raises
-        ------
-        PathError
-            If no block device has the number: the file system is in memory, remote, or spans
-            several devices.
+        Raises PathError if no block device has the number: the file system is in memory, remote, or
+        spans several devices.
         """
         number = f"{os.major(device)}:{os.minor(device)}"
         folder = (root / "sys/dev/block" / number).resolve()
@@ -100,10 +97,7 @@ class Volume:
 def check_file_system(descriptor: int, path: str) -> str:
     """Return the kind of the file system of an open file.
 
-    Raises
-    ------
-    PathError
-        If a file there may not be used by its blocks.
+    Raises PathError if a file there may not be used by its blocks.
     """
     kind, options = _mount_of(descriptor)
     if kind not in _STEADY:

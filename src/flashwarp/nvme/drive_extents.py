@@ -73,12 +73,8 @@ class DriveExtents:
         """Start to use the extents, inside of the ``with``.
 
         `retire` ends the use: no command is in flight, nor will be, when it returns. `end` calls
-        it, in another thread. Yields what is to be called when the use has ended by itself.
-
-        Raises
-        ------
-        StorageError
-            If `end` was called before.
+        it, in another thread. Yields what is to be called when the use has ended by itself. Raises
+        StorageError if `end` was called before.
         """
         with self._lock:
             self._check()

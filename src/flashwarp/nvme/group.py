@@ -31,17 +31,8 @@ def choose_controllers(
 ) -> tuple[Controller, str]:
     """Choose between one controller for a storage and one for each of its members.
 
-    Returns
-    -------
-    controller : Controller
-        To be attached to the storage.
-    why : str
-        For people; empty if there is no choice.
-
-    Raises
-    ------
-    ArgumentError
-        For a `ControllerGroup` that does not fit the storage.
+    Returns the one to attach to the storage, and why, for people; empty if there is no choice.
+    Raises ArgumentError for a `ControllerGroup` that does not fit the storage.
     """
     if not isinstance(storage, Composite):
         return controller, ""

@@ -30,14 +30,7 @@ class Buffer(NamedTuple):
 
 
 class Buffers:
-    """So many buffers of so many rows, for each library whose ids have been seen.
-
-    Parameters
-    ----------
-    array : Array
-        Whose rows they hold.
-    batch_rows, count : int
-    """
+    """So many buffers of so many rows of an array, for each library whose ids have been seen."""
 
     def __init__(self, array: Array, batch_rows: int, count: int) -> None:
         self._array = array

@@ -38,21 +38,11 @@ _SLOTS_MAX = 1 << 14  # `kSlotsMax`
 
 
 class DeviceCalls(endings.Closing):
-    """The batches of kernels over one engine.
+    """The batches of kernels over one engine, of which kernels are the only submitter.
 
-    Parameters
-    ----------
-    engine : BatchEngine
-        Of which kernels are the only submitter. It stays open while kernels run. Until `close` it
-        looks for their requests, at intervals of 100 us at most.
-    dtype : dtype
-        Of the elements of rows.
-    timeout_s : float, optional
-        The time limit of each wait of a kernel. Default: the engine's.
-
-    Notes
-    -----
-    What kernels could not do, `check` raises.
+    The engine stays open while kernels run, and looks for their requests until `close`, at
+    intervals of 100 us at most. `dtype` is that of the elements of rows, and `timeout_s` limits
+    each wait of a kernel; default: as the engine's. What kernels could not do, `check` raises.
 
     While a kernel waits for a batch on a GPU, the engine calls the driver for it. So no thread of
     the program may then make a call that waits for the device while it holds the driver, such as
@@ -141,15 +131,10 @@ class DeviceCalls(endings.Closing):
     def check(self) -> None:
         """Raise what a call of a kernel could not do since the last check. Waits for no kernel.
 
-        Raises
-        ------
-        ArgumentError
-            A batch that all slots together cannot hold, or no batch to wait for.
-        ControllerTimeout
-            The engine has not ended a batch in time.
-        DeviceTimeout
-            The batches in all slots were not waited for, or some blocks of the launch did not
-            make the call that others made.
+        ArgumentError: a batch that all slots together cannot hold, or no batch to wait for.
+        ControllerTimeout: the engine has not ended a batch in time. DeviceTimeout: the batches in
+        all slots were not waited for, or some blocks of the launch did not make the call that
+        others made.
         """
         self.check_usable()
         for name, sequence in self._failures.items():

@@ -57,19 +57,13 @@ class Ring(NamedTuple):
 class BatchPort:
     """Where the four regions and the ring of one direction lie: addresses for host and device.
 
-    Attributes
-    ----------
-    requests, results, lists, statuses : int
-        The regions of ``flashwarp/batch/regions.cuh``, `slots` of each.
-    slots, rows_max : int
-        Tickets whose memory is apart, a power of two, and the most rows of a batch.
-    ring, chunk_bytes, chunks : int
-        The ring; 0: workers use the buffer of a request themselves. Chunk q (1, 2, ... for ever)
-        lies at ``ring + (q - 1) % chunks * chunk_bytes``.
-    step_bytes : int
-        The bytes of its batch that a chunk has; a batch's last chunk has what is left.
-    filled, emptied : int
-        The words of the ring: chunks up to this one have data, and were taken.
+    The regions are those of ``flashwarp/batch/regions.cuh``, `slots` of each: so many tickets, a
+    power of two, have memory apart, for batches of at most `rows_max` rows.
+
+    Without a ring (0) workers use the buffer of a request themselves. Chunk q (1, 2, ... for ever)
+    lies at ``ring + (q - 1) % chunks * chunk_bytes``, and has `step_bytes` of its batch, the last
+    one what is left. The words `filled` and `emptied` count chunks: up to this one they have data,
+    and were taken.
     """
 
     requests: int
@@ -105,49 +99,26 @@ def worker_limits(controllers: int, given: int | tuple[int, int] | None = None) 
 class BatchEngine(endings.OfProcess):
     """Moves batches of rows, in the order of their lists, by threads that call no driver.
 
-    A request says which rows, and for an engine without a ring where row 0 goes or comes from. It
-    comes from `submit`, from a stream that fills the regions (then call `announce`), or from
-    kernels (between `kernels_begin` and `kernels_end`). Tickets of a direction are 1, 2, ... in the
-    order of their requests, and end in this order.
+    A request says which of the `rows` rows, of any number of bytes, and for an engine without a
+    ring where row 0 goes or comes from. It comes from `submit`, from a stream that fills the
+    regions (then call `announce`), or from kernels (between `kernels_begin` and `kernels_end`).
+    Tickets of a direction are 1, 2, ... in the order of their requests, and end in this order;
+    `slots` of them, a power of two, may be under way. The caller keeps the storage open.
 
-    Parameters
-    ----------
-    device : Device
-        Whose streams or kernels reach the regions and the ring.
-    storage : Storage
-        Where the rows lie. The caller keeps it open.
-    rows, row_bytes : int
-        How many rows it has, and the bytes of each, any number from 1 on.
-    batch_rows : int
-        The most rows of a batch.
-    slots : int
-        Tickets of a direction that may be under way; a power of two.
-    directions : sequence of {"prefetch", "write_back"}
-    ring : Ring, optional
-        Data passes a pinned ring, and the caller's stream moves it on: chunk by chunk, it waits for
-        ``filled >= q``, copies, and stores ``emptied = q``. Writing back, it waits for ``emptied >=
-        q - chunks``, copies, and stores ``filled = q``. Each direction has a ring of its own.
-        Default: workers read and write the buffers of the requests, which are host memory.
-    copies : bool
-        The engine moves the chunks of its ring itself, to and from the buffers of the requests, as
-        kernels' batches need.
-    workers : int or (int, int), optional
-        Their number, or its limits; see `worker_limits`. Between limits it follows the load.
-    timeout_s : float
-        A batch that makes no progress for so long ends with an error that says what it waited for.
-        Default: `Config.timeout_s`.
-    controller : SoftwareController, optional
-        Drives that serve the rows. One with a model has it for the storage, or each member of a
-        striped one: its `threads` serve each, by default the workers do. One without a model leaves
-        the storage to the workers.
-    lists : bool
-        False: batches are sequences only, and no memory is pinned for lists.
+    With a ring, one for each direction, data passes pinned memory, and the caller's stream moves it
+    on: chunk by chunk, it waits for ``filled >= q``, copies, and stores ``emptied = q``. Writing
+    back, it waits for ``emptied >= q - chunks``, copies, and stores ``filled = q``. If the engine
+    `copies`, as kernels' batches need, it moves the chunks itself, to and from the buffers of the
+    requests. Without a ring, workers read and write these buffers, which are host memory.
 
-    Notes
-    -----
-    A row that fails has an NVMe status, reads as zeros, and leaves the others as they are; `check`
-    raises its error. A row number out of range is such a row. If a batch is overdue, its rows that
-    have not been moved fail, and their memory keeps what it had.
+    The number of `workers` follows the load between limits; see `worker_limits`. Drives of a
+    `controller` with a model serve the storage, or each member of a striped one: by its `threads`
+    for each, or else by the workers. One without a model leaves the storage to the workers. Without
+    `lists`, batches are sequences only, and no memory is pinned for lists.
+
+    A row that fails, as one out of range does, has an NVMe status, reads as zeros, and leaves the
+    others as they are; `check` raises its error. If a batch makes no progress for `timeout_s`, its
+    rows that have not been moved fail, and their memory keeps what it had.
 
     A row of a batch waits until all earlier batches have ended that store it, and if it is stored
     also those that load it; the other rows go on. Rows that share a block of 512 bytes may count as
@@ -159,20 +130,6 @@ class BatchEngine(endings.OfProcess):
     Transfers are commands of 512-byte blocks, which read around rows that are no whole blocks.
     Written rows that are none go through the page cache of a file, one call each; to modelled
     drives they are refused.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flashwarp.device import CpuDevice
-    >>> from flashwarp.pipeline.engine import BatchEngine
-    >>> from flashwarp.storage import Memory
-    >>> table = np.arange(40, dtype="i4").reshape(10, 4)
-    >>> buffer = np.empty((3, 4), "i4")
-    >>> with BatchEngine(CpuDevice(), Memory(table), rows=10, row_bytes=16, batch_rows=8) as engine:
-    ...     ticket = engine.submit("prefetch", [7, 0, 9], buffer.ctypes.data)
-    ...     engine.wait("prefetch", ticket)
-    >>> buffer[:, 0].tolist()
-    [28, 0, 36]
     """
 
     _kind = "engine"
@@ -312,19 +269,10 @@ class BatchEngine(endings.OfProcess):
     ) -> int:
         """Submit a batch of the host, and return its ticket. Never waits.
 
-        Parameters
-        ----------
-        direction : {"prefetch", "write_back"}
-        ids : sequence of int, or range
-            The rows, in the order of the buffer; a range with step 1 is a sequence, which has no
-            list. They are copied.
-        buffer : int
-            Address of the first row; 0 for an engine with a ring whose chunks the caller moves.
-
-        Raises
-        ------
-        ArgumentError
-            The ticket that has the slot has not ended, or more rows than `batch_rows`.
+        `ids` are the rows, in the order of the buffer, and are copied; a range with step 1 is a
+        sequence, which has no list. `buffer` is the address of the first row; 0 for an engine with
+        a ring whose chunks the caller moves. Raises ArgumentError for more rows than `batch_rows`,
+        or if the ticket that has the slot has not ended.
         """
         self._check_usable()
         port = self._port(direction)
@@ -369,12 +317,9 @@ class BatchEngine(endings.OfProcess):
         return self._native.ended(direction == "write_back", ticket)
 
     def wait(self, direction: Direction, ticket: int, timeout_s: float | None = None) -> None:
-        """Block until a ticket has ended, and raise its error.
+        """Block until a ticket has ended, and raise its error, as `check` does.
 
-        Raises
-        ------
-        BoundsError, StorageError, ControllerTimeout, ClosedError
-            See `check`. ControllerTimeout also if it has not ended in time.
+        Raises ControllerTimeout if it has not ended in time.
         """
         self._check_usable()
         limit_s = 2 * self.timeout_s + 30 if timeout_s is None else timeout_s
@@ -388,20 +333,10 @@ class BatchEngine(endings.OfProcess):
     def check(self, direction: Direction, ticket: int) -> None:
         """Raise the error of a ticket that has ended, if it has one. Never waits.
 
-        Raises
-        ------
-        BoundsError
-            A row number is out of range.
-        StorageError
-            A transfer failed; it names the first such row.
-        ControllerTimeout
-            The batch made no progress for `timeout_s`.
-        ArgumentError
-            A kernel asked for more rows than `batch_rows`.
-        DeviceError
-            The driver failed to copy rows between the ring and the buffer.
-        ClosedError
-            The engine was closed first.
+        BoundsError: a row number is out of range. StorageError: a transfer failed; it names the
+        first such row. ControllerTimeout: no progress for `timeout_s`. ArgumentError: a kernel
+        asked for more rows than `batch_rows`. DeviceError: the driver failed to copy rows between
+        ring and buffer. ClosedError: the engine was closed first.
         """
         self._log_decisions()
         fate = self._native.outcome(direction == "write_back", ticket)
@@ -455,8 +390,6 @@ class BatchEngine(endings.OfProcess):
     def stats(self) -> dict[str, Any]:
         """Counters: batches, rows and bytes by direction, times, CPU time and decisions.
 
-        Notes
-        -----
         ``io_s`` is the time in which workers had something to move, and ``idle_s`` the time between
         batches in which they had not. A decision has the window that it was made from.
         """

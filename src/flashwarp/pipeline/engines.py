@@ -67,16 +67,7 @@ def make_engine(
 class ArrayEngine:
     """An engine of an array, which it has to itself until `close` if the array is writable.
 
-    Parameters
-    ----------
-    array : Array
-    make : callable
-        Makes the engine.
-
-    Attributes
-    ----------
-    engine : BatchEngine or None
-        From `begin` until `close`.
+    `make` makes the engine, which is there from `begin` until `close`.
     """
 
     def __init__(self, array: Array, make: Callable[[], BatchEngine]) -> None:

@@ -28,13 +28,8 @@ from flashwarp.transfer import DeviceQueue
 class Route(ABC):
     """How batches travel. All calls are those of one pipeline, one at a time.
 
-    Parameters
-    ----------
-    array : Array
-    timeout_s : float
-        The limit of each wait.
-    make : callable, optional
-        Makes an engine of batches, which has the array from `begin` to `close`.
+    `timeout_s` limits each wait. `make` makes an engine of batches, which has the array from
+    `begin` to `close`.
     """
 
     name: str

@@ -288,15 +288,10 @@ def members_of(storage: Namespace) -> tuple[Namespace, ...]:
 
 
 def serve(storage: Namespace, stores: bool) -> Callable[[], None]:
-    """Note that an array begins to use a storage; return the function that notes its end.
+    """Note that an array, which may store if `stores`, uses a storage; return what notes its end.
 
-    `stores` says whether the array may store to it.
-
-    Raises
-    ------
-    LockedError
-        If another array uses it or a part of it, and one of the two may store.
-    ClosedError
+    Raises ClosedError; or LockedError if another array uses it or a part of it, and one of the two
+    may store.
     """
     storage._check_open()
     parts = members_of(storage)

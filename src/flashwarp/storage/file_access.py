@@ -190,11 +190,8 @@ class ChoiceReview:
     """Changes the choice for an open file when `reconsider` says so.
 
     It looks first when `every` bytes were read. After a change it waits for twice as many as
-    before, so that a varying workload does not make it change for ever.
-
-    Notes
-    -----
-    Thread-safe. If one thread looks, others do not wait for it.
+    before, so that a varying workload does not make it change for ever. Thread-safe: if one thread
+    looks, others do not wait for it.
     """
 
     def __init__(self, reserved_bytes: int, every: int) -> None:
@@ -266,11 +263,8 @@ def reach(
 
     The storages of `source` stay the caller's. `host_bytes` returns what of the host's memory the
     array's cache will take, for so many bytes in files. `opened` is empty, and closes what is
-    opened. Returns the storage, and why its files were opened so, for people.
-
-    Raises
-    ------
-    LockedError, MissingFileError, PathError
+    opened. Returns the storage, and why its files were opened so, for people. Raises LockedError,
+    MissingFileError or PathError.
     """
     files = [part for part in source.parts if isinstance(part, FilePart)]
     nbytes = sum(file.layout.nbytes for file in files)

@@ -69,9 +69,7 @@ def _instead(path: object) -> str:
 def check(path: str, writable: bool) -> os.stat_result:
     """Refuse by name what cannot be opened; the open descriptor is checked again.
 
-    Raises
-    ------
-    MissingFileError, PathError
+    Raises MissingFileError or PathError.
     """
     status = _status(path, writable)
     if stat.S_ISDIR(status.st_mode):
@@ -91,12 +89,7 @@ def _status(path: str, writable: bool) -> os.stat_result:
 
 
 def open_for_reading(path: str) -> BinaryIO:
-    """Open a regular file or block device; never waits for a FIFO.
-
-    Raises
-    ------
-    MissingFileError, PathError
-    """
+    """Open a regular file or block device; never waits for a FIFO. Raises as `check` does."""
     return os.fdopen(opened(lambda: _native.open_file(path), path, writable=False), "rb")
 
 
@@ -126,9 +119,7 @@ def stamp(descriptor: int) -> Stamp:
 def opened(attempt: Callable[[], T], path: str, *, writable: bool) -> T:
     """Return what `attempt` opens, after other processes have ended their leases.
 
-    Raises
-    ------
-    MissingFileError, PathError
+    Raises MissingFileError, LockedError or PathError.
     """
     end = time.monotonic() + _LEASE_WAIT_S
     while True:
@@ -182,12 +173,8 @@ def _missing(path: str) -> MissingFileError:
 def check_new(name: str, overwrite: bool) -> str:
     """Return the file that may be made under a name, with links followed.
 
-    Raises
-    ------
-    ExistingFileError
-        When it exists, and `overwrite` is false.
-    ArgumentError, MissingFileError, PathError
-        When nothing can be made there.
+    Raises ExistingFileError when it exists and `overwrite` is false; ArgumentError,
+    MissingFileError or PathError when nothing can be made there.
     """
     if name.endswith("/"):
         raise ArgumentError(f"the path {name!r} ends with a slash, as a folder's: name a file")
@@ -280,11 +267,8 @@ class Draft:
     def publish(self) -> None:
         """Give the file its name, durably.
 
-        Raises
-        ------
-        ExistingFileError
-            If another process has made a file there in the meantime.
-        PathError
+        Raises PathError, or ExistingFileError if another process has made a file there in the
+        meantime.
         """
         try:
             if self._overwrite:

@@ -44,21 +44,10 @@ _REFUSALS = {
 class Lease:
     """A lease on a file, through an open file description of its own.
 
-    Parameters
-    ----------
-    path : str
-    excludes_readers : bool
-        Take a write lease, which no process can even open the file beside. Default: a read lease.
-    once : bool
-        Do not take it again after a break.
+    A read lease; with `excludes_readers` a write lease, which no process can even open the file
+    beside. It is taken again after a break, unless `once`. Raises OSError if none can be taken;
+    `refusal` says why, for people.
 
-    Raises
-    ------
-    OSError
-        If no lease can be taken; `refusal` says why, for people.
-
-    Notes
-    -----
     The lease stays the parent's after a fork: the child's copy of the descriptor is closed. A break
     sends no signal to the process.
     """
@@ -115,15 +104,10 @@ class Lease:
     ) -> None:
         """Let the keeper answer breaks from now on.
 
-        Parameters
-        ----------
-        leave : callable
-            Stops all reading in place, kernels' too, before it returns; called again at later
-            breaks. Returns whether there was any. Runs in the keeper's thread, while the writer
-            waits.
-        changed : callable
-            Called after each break, and when the lease was taken again: the file may have other
-            contents now. It gets an error if reads in place may have seen such a change.
+        `leave` stops all reading in place, kernels' too, before it returns whether there was any;
+        it runs in the keeper's thread, while the writer waits, and again at later breaks. `changed`
+        is called after each break, and when the lease was taken again: the file may have other
+        contents now. It gets an error if reads in place may have seen such a change.
         """
         self._leave, self._changed = leave, changed
         _keeper.start()

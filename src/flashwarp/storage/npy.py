@@ -48,14 +48,8 @@ class Layout:
 def read_layout(path: str) -> Layout:
     """Read the header of a .npy file.
 
-    Raises
-    ------
-    FileFormatError
-        When it is no .npy file, is Fortran-ordered, or has fewer bytes than its header promises.
-    DtypeError
-        When it holds Python objects.
-    MissingFileError, PathError
-        When it cannot be opened.
+    Raises FileFormatError when it is none, is Fortran-ordered, or has fewer bytes than its header
+    promises; DtypeError when it holds Python objects; and what `files.open_for_reading` raises.
     """
     with files.open_for_reading(path) as file:
         status = os.fstat(file.fileno())
@@ -138,13 +132,7 @@ def _descr(dtype: np.dtype[Any]) -> Any:
 
 
 def empty_layout(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Layout:
-    """Return the layout of a file that `write_empty` can make.
-
-    Raises
-    ------
-    ArgumentError, DtypeError
-        When no file can have this shape or dtype.
-    """
+    """Return the layout of a file that `write_empty` can make; raises ArgumentError, DtypeError."""
     kind = check_dtype(dtype)
     layout = Layout(kind, check_shape(shape, kind.itemsize), DATA_OFFSET)
     if layout.nbytes > SIZE_MAX - DATA_OFFSET:
@@ -158,10 +146,7 @@ def empty_layout(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Layout:
 def write_empty(descriptor: int, layout: Layout) -> None:
     """Make an empty file a .npy file of zeros, sparse where the file system can, and durable.
 
-    Raises
-    ------
-    OSError
-        When the file system has no room, or no files so large.
+    Raises OSError when the file system has no room, or no files so large.
     """
     with open(descriptor, "wb", closefd=False) as file:
         file.write(header(layout.shape, layout.dtype))

@@ -146,12 +146,7 @@ class Passthrough(Storage):
 
 
 def _disk_of(path: str) -> str:
-    """Return the name of the block device of the same namespace: nvme0n1 for ng0n1.
-
-    Raises
-    ------
-    PathError
-    """
+    """Return the block device of the same namespace, nvme0n1 for ng0n1; raises PathError."""
     number = os.stat(path).st_rdev
     known = Path(f"/sys/dev/char/{os.major(number)}:{os.minor(number)}").resolve().name
     if not known.startswith("ng"):

@@ -59,19 +59,11 @@ class Tensor:
 
 
 def read_header(path: files.PathLike) -> dict[str, Tensor]:
-    """Read which tensors lie in a safetensors file; reads its header alone.
+    """Read which tensors lie in a safetensors file, in the order of their bytes.
 
-    Returns
-    -------
-    dict of str to Tensor
-        In the order of their bytes.
-
-    Raises
-    ------
-    FileFormatError
-        If the file is none, is cut short, or its header contradicts itself: the message names the
-        tensor and the numbers.
-    MissingFileError, PathError
+    Reads its header alone. Raises FileFormatError if the file is none, is cut short, or its header
+    contradicts itself: the message names the tensor and the numbers. Also MissingFileError,
+    PathError.
     """
     name = files.check_name(path)
     with files.open_for_reading(name) as file:
@@ -145,20 +137,13 @@ def _without_overlaps(tensors: list[Tensor], path: str, nbytes: int) -> dict[str
 def read_checkpoint(given: Checkpoint) -> dict[str, Tensor]:
     """Read which tensors a checkpoint has; reads headers and the index alone.
 
-    Parameters
-    ----------
-    given : path-like or sequence of path-like
-        A ``.safetensors`` file, an index (``.json``), a folder that has
-        ``model.safetensors.index.json``, ``model.safetensors`` or other files of the format, or
-        several files.
+    `given` is a ``.safetensors`` file, an index (``.json``), a folder that has
+    ``model.safetensors.index.json``, ``model.safetensors`` or other files of the format, or several
+    files.
 
-    Raises
-    ------
-    FileFormatError
-        For a file or index that is not as it must be, and for a tensor that two files have.
-    MissingFileError
-        If a file that the index names, or the folder, is absent.
-    PathError, ArgumentError
+    Raises FileFormatError for a file or index that is not as it must be, and for a tensor that two
+    files have; MissingFileError if a file that the index names, or the folder, is absent;
+    PathError; ArgumentError.
     """
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
         if not given:

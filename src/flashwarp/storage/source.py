@@ -67,14 +67,9 @@ def look(
 ) -> Source:
     """Find the bytes of an array; arguments as those of `flashwarp.open`.
 
-    Raises
-    ------
-    ArgumentError
-        For what is neither a path nor a storage, and for a dtype, shape or offset that is missing
-        or cannot be.
-    FileFormatError
-        If contents, dtype and shape do not fit together.
-    MissingFileError, PathError
+    Raises ArgumentError for what is neither a path nor a storage, and for a dtype, shape or offset
+    that is missing or cannot be; FileFormatError if contents, dtype and shape do not fit together;
+    MissingFileError; PathError.
     """
     kind = None if dtype is None else check_dtype(dtype)
     if isinstance(given, Composite) and given.paths:

@@ -13,13 +13,7 @@ from flashwarp.device import CudaDevice, Event
 
 
 class DeviceQueue:
-    """A stream of a GPU, which is not being captured. Any thread may call.
-
-    Attributes
-    ----------
-    stream : OwnedStream
-        For kernels.
-    """
+    """A stream of a GPU, which is not being captured. Any thread may call."""
 
     def __init__(self, device: CudaDevice) -> None:
         self.stream = device.create_stream()

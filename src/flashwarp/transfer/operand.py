@@ -18,18 +18,10 @@ _ADDRESS_MAX = (1 << 64) - 1
 
 @dataclass(slots=True)
 class Operand:
-    """One side of a copy.
+    """One side of a copy, kept alive by its `owner`.
 
-    Attributes
-    ----------
-    address : int
-        Its first byte.
-    nbytes : int or None
-        Its size; None if only the caller knows.
-    owner : object
-        Keeps it alive.
-    stream : int or None
-        On which its library may still be writing or reading it; None if that is not known.
+    Only the caller knows its size if `nbytes` is None. Its library may still be writing or reading
+    it on `stream`; None: that is not known.
     """
 
     address: int

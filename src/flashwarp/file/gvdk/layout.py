@@ -176,12 +176,8 @@ class Header:
     def unpack(data: bytes, sealer: Sealer, path: str) -> Header:
         """Return the header that a page holds.
 
-        Raises
-        ------
-        FileFormatError
-            Another format, version or byte order; a key that is missing or wrong.
-        DamagedImageError
-            A checksum that does not agree, or numbers that cannot be.
+        Raises FileFormatError for another format, version or byte order, or a key that is missing
+        or wrong; DamagedImageError for a checksum that does not agree, or numbers that cannot be.
         """
         if len(data) < PAGE or data[: len(MAGIC)] != MAGIC:
             raise FileFormatError(f"{path}: no GVDK image: it does not begin with {MAGIC!r}")
