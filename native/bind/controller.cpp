@@ -54,29 +54,6 @@ nb::dict stats_of(SoftwareController& controller) {
   return result;
 }
 
-nb::dict to_dict(const ErrorRecord& record) {
-  nb::dict result;
-  result["op"] = record.operation;
-  result["path"] = record.path;
-  result["offset"] = record.file_offset;
-  result["nbytes"] = record.nbytes;
-  result["errno"] = record.error;
-  result["reason"] = record.reason;
-  result["status"] = record.status;
-  result["lba"] = record.lba;
-  result["queue"] = record.queue;
-  result["cid"] = record.cid;
-  result["recovered"] = record.recovered;
-  result["time"] = record.unix_time;
-  return result;
-}
-
-nb::list take_errors(Controller& controller) {
-  nb::list result;
-  for (const ErrorRecord& record : controller.take_errors()) result.append(to_dict(record));
-  return result;
-}
-
 nb::dict describe_software(const SoftwareController& controller) {
   nb::dict result = to_dict(controller.describe());
   result["storage"] = to_dict(controller.storage().describe());
@@ -136,7 +113,7 @@ void bind_controller(nb::module_& m) {
              const ControllerProgress progress = c.progress();
              return std::pair(progress.commands, progress.waited);
            })
-      .def("take_errors", &take_errors)
+      .def("take_errors", &take_errors<Controller>)
       .def("describe", [](const Controller& c) { return to_dict(c.describe()); })
       .def_prop_ro("queue_pairs", &Controller::queue_pairs)
       .def_prop_ro("serving", &Controller::serving);

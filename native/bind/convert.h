@@ -1,4 +1,4 @@
-// Used by several bindings: descriptions as a dict, and the message for a forked child.
+// Used by several bindings: descriptions and errors as dicts, and the message for a forked child.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,6 +8,7 @@
 #include <variant>
 
 #include "bind/unlocked.h"
+#include "nvme/error_log.h"
 #include "storage/storage.h"
 
 namespace fw::native {
@@ -27,6 +28,28 @@ inline nb::dict to_dict(const Description& description) {
     nb::list members;
     for (const Description& child : description.children) members.append(to_dict(child));
     result["members"] = members;
+  }
+  return result;
+}
+
+template <typename Server>
+nb::list take_errors(Server& server) {
+  nb::list result;
+  for (const ErrorRecord& record : server.take_errors()) {
+    nb::dict one;
+    one["op"] = record.operation;
+    one["path"] = record.path;
+    one["offset"] = record.file_offset;
+    one["nbytes"] = record.nbytes;
+    one["errno"] = record.error;
+    one["reason"] = record.reason;
+    one["status"] = record.status;
+    one["lba"] = record.lba;
+    one["queue"] = record.queue;
+    one["cid"] = record.cid;
+    one["recovered"] = record.recovered;
+    one["time"] = record.unix_time;
+    result.append(one);
   }
   return result;
 }

@@ -75,23 +75,6 @@ nb::dict to_dict(const EngineStats& stats) {
   return result;
 }
 
-nb::list take_errors(BatchEngine& engine) {
-  nb::list result;
-  for (const ErrorRecord& record : engine.take_errors()) {
-    nb::dict one;
-    one["op"] = record.operation;
-    one["path"] = record.path;
-    one["offset"] = record.file_offset;
-    one["nbytes"] = record.nbytes;
-    one["errno"] = record.error;
-    one["reason"] = record.reason;
-    one["status"] = record.status;
-    one["recovered"] = record.recovered;
-    result.append(one);
-  }
-  return result;
-}
-
 using Drive = std::tuple<std::shared_ptr<Storage>, std::optional<SsdParameters>>;
 
 void make_engine(BatchEngine* self, std::shared_ptr<Storage> storage, uint64_t row_bytes,
@@ -183,8 +166,7 @@ void bind_pipeline(nb::module_& m) {
             return Fate(found->failed, found->first_failed, found->status, found->reason);
           },
           nb::arg("is_write"), nb::arg("ticket"))
-      .def("step_bytes", &BatchEngine::step_bytes, nb::arg("is_write"))
-      .def("take_errors", &take_errors)
+      .def("take_errors", &take_errors<BatchEngine>)
       .def_prop_ro("stats", [](BatchEngine& engine) { return to_dict(engine.stats()); })
       .def_prop_ro("decision_count", &BatchEngine::decision_count)
       .def_prop_ro("leaked", &BatchEngine::leaked)

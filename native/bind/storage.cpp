@@ -274,9 +274,7 @@ void bind_storages(nb::module_& m) {
            nb::arg("path"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("writable"),
            nb::arg("lock"), nb::arg("claim"), nb::arg("block_device"),
            nb::arg("max_transfer_bytes"))
-      .def_prop_ro("lba_bytes", &NvmePassthrough::lba_bytes)
-      .def_prop_ro("nsid", &NvmePassthrough::nsid)
-      .def_prop_ro("namespace_nbytes", &NvmePassthrough::namespace_nbytes);
+      .def_prop_ro("lba_bytes", &NvmePassthrough::lba_bytes);
 
   nb::class_<MappedStorage, Storage>(m, "MappedStorage")
       .def(

@@ -154,9 +154,7 @@ void bind_vfio(nb::module_& m) {
             const NamespaceIdentity identity = drive->identify_namespace(nsid);
             new (self) NamespaceStorage(std::move(drive), nsid, identity, writable);
           },
-          nb::arg("drive"), nb::arg("nsid"), nb::arg("writable"))
-      .def_prop_ro("nsid", &NamespaceStorage::nsid)
-      .def_prop_ro("lba_shift", &NamespaceStorage::lba_shift);
+          nb::arg("drive"), nb::arg("nsid"), nb::arg("writable"));
 
   nb::class_<DataRegion>(m, "DriveData")
       .def(

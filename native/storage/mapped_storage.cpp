@@ -1,9 +1,8 @@
-// Whole blocks, and blocks in part; see mapped_storage.h.
+// Checks of maps, and transfers by them; see mapped_storage.h.
 #include "storage/mapped_storage.h"
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -13,7 +12,6 @@ namespace fw::native {
 namespace {
 
 constexpr uint64_t kBlock = MappedStorage::kBlockBytes;
-constexpr size_t kPatchBytes = 256 << 10;
 
 [[noreturn]] void refuse(const FileExtent& extent, const std::string& why) {
   throw std::invalid_argument("the extent of bytes [" + std::to_string(extent.logical) + ", +" +
@@ -89,8 +87,7 @@ MappedStorage::MappedStorage(std::shared_ptr<Storage> device, std::vector<FileEx
     : Storage(nbytes, writable),
       device_(writable_enough(std::move(device), writable)),
       extents_(checked(std::move(extents), nbytes, device_->nbytes())),
-      name_(std::move(name)),
-      scratch_(kPatchBytes, kBlock) {}
+      name_(std::move(name)) {}
 
 int MappedStorage::fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const {
   // The file's name and offset are what people know; the device's own are not told.
@@ -125,80 +122,32 @@ int MappedStorage::for_each_part(uint64_t offset, uint64_t n, Act act) const {
   return 0;
 }
 
-int MappedStorage::read(uint64_t offset, void* data, size_t n, IoFailure* failure) {
-  if (const int error = check_range(offset, n)) return fail(error, offset, n, failure);
+template <typename Act>
+int MappedStorage::transfer(int refusal, uint64_t offset, uint64_t n, IoFailure* failure, Act act) {
+  if (refusal != 0) return fail(refusal, offset, n, failure);
   const Turn turn(*this);
-  if (turn.error() != 0) return fail(turn.error(), offset, n, failure);
-  auto* to = static_cast<std::byte*>(data);
-  const int error = for_each_part(offset, n, [&](uint64_t from, uint64_t step, uint64_t done) {
-    return device_->read(from, to + done, step, nullptr);
-  });
-  return fail(error, offset, n, failure);
+  return fail(turn.error() != 0 ? turn.error() : for_each_part(offset, n, act), offset, n, failure);
+}
+
+int MappedStorage::read(uint64_t offset, void* data, size_t n, IoFailure* failure) {
+  const auto part = [&](uint64_t from, uint64_t step, uint64_t done) {
+    return device_->read(from, static_cast<std::byte*>(data) + done, step, nullptr);
+  };
+  return transfer(check_range(offset, n), offset, n, failure, part);
 }
 
 int MappedStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* failure) {
-  return store(offset, static_cast<const std::byte*>(data), n, failure);
+  const auto part = [&](uint64_t to, uint64_t step, uint64_t done) {
+    return device_->write(to, static_cast<const std::byte*>(data) + done, step, nullptr);
+  };
+  return transfer(check_write(offset, n), offset, n, failure, part);
 }
 
 int MappedStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
-  return store(offset, nullptr, n, failure);
-}
-
-int MappedStorage::store(uint64_t offset, const std::byte* data, uint64_t n, IoFailure* failure) {
-  if (const int error = check_write(offset, n)) return fail(error, offset, n, failure);
-  if (n == 0) return 0;
-  const Turn turn(*this);
-  if (turn.error() != 0) return fail(turn.error(), offset, n, failure);
-  const uint64_t first = round_up(offset, kBlock), last = round_down(offset + n, kBlock);
-  const bool whole = data != nullptr && first < last &&
-                     is_aligned(reinterpret_cast<uintptr_t>(data) + (first - offset), kBlock);
-  if (!whole) return store_part(offset, data, n, failure);
-  if (const int error = store_part(offset, data, first - offset, failure)) return error;
-  if (const int error = store_whole(first, data + (first - offset), last - first, failure)) {
-    return error;
-  }
-  return store_part(last, data + (last - offset), offset + n - last, failure);
-}
-
-int MappedStorage::store_whole(uint64_t offset, const std::byte* data, uint64_t n,
-                               IoFailure* failure) {
-  const std::shared_lock guard(blocks_);
-  const int error = for_each_part(offset, n, [&](uint64_t to, uint64_t step, uint64_t done) {
-    return device_->write(to, data + done, step, nullptr);
-  });
-  return fail(error, offset, n, failure);
-}
-
-// Through the scratch memory, with what else the first and last block hold.
-int MappedStorage::store_part(uint64_t offset, const std::byte* data, uint64_t n,
-                              IoFailure* failure) {
-  auto* scratch = static_cast<std::byte*>(scratch_.address());
-  const std::unique_lock guard(blocks_);
-  while (n != 0) {
-    const uint64_t begin = round_down(offset, kBlock);
-    const uint64_t skip = offset - begin;
-    const uint64_t part = std::min(n, kPatchBytes - skip);
-    const uint64_t covered = round_up(skip + part, kBlock);
-    const bool reads = skip != 0 || covered != skip + part;
-    const int error = for_each_part(begin, covered, [&](uint64_t at, uint64_t step, uint64_t done) {
-      return reads ? device_->read(at, scratch + done, step, nullptr) : 0;
-    });
-    if (error != 0) return fail(error, offset, part, failure);
-    if (data != nullptr) {
-      std::memcpy(scratch + skip, data, part);
-      data += part;
-    } else {
-      std::memset(scratch + skip, 0, part);
-    }
-    const int stored =
-        for_each_part(begin, covered, [&](uint64_t at, uint64_t step, uint64_t done) {
-          return device_->write(at, scratch + done, step, nullptr);
-        });
-    if (stored != 0) return fail(stored, offset, part, failure);
-    offset += part;
-    n -= part;
-  }
-  return 0;
+  const auto part = [&](uint64_t to, uint64_t step, uint64_t) {
+    return device_->write_zeroes(to, step, nullptr);
+  };
+  return transfer(check_write(offset, n), offset, n, failure, part);
 }
 
 int MappedStorage::flush(IoFailure* failure) {

@@ -1,9 +1,8 @@
 // A file as the blocks of the device that it lies on: a storage over a storage, by a block map.
 //
 // It reads and writes past the file system, so it is right only as long as the file keeps its
-// blocks; whoever makes it sees to that, and calls `revoke` before the file may change. Transfers
-// reach the device in whole blocks at aligned memory. A block that a write covers in part is read
-// and written anew, while no other write is on its way. Every transfer is a blocking call, so that
+// blocks; whoever makes it sees to that, and calls `revoke` before the file may change. Blocks that
+// a write covers in part are the device's matter. Every transfer is a blocking call, so that
 // `revoke` can wait for all of them.
 #pragma once
 
@@ -12,11 +11,9 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <shared_mutex>
 #include <string>
 #include <vector>
 
-#include "base/host_memory.h"
 #include "storage/storage.h"
 
 namespace fw::native {
@@ -58,18 +55,14 @@ class MappedStorage final : public Storage {
   // Calls act(device offset, bytes, bytes before it) for the parts of a range, until one fails.
   template <typename Act>
   int for_each_part(uint64_t offset, uint64_t n, Act act) const;
-  // Stores `data`, or zeros if it is null.
-  int store(uint64_t offset, const std::byte* data, uint64_t n, IoFailure* failure);
-  int store_whole(uint64_t offset, const std::byte* data, uint64_t n, IoFailure* failure);
-  int store_part(uint64_t offset, const std::byte* data, uint64_t n, IoFailure* failure);
+  // The same in a turn, if `refusal` is 0.
+  template <typename Act>
+  int transfer(int refusal, uint64_t offset, uint64_t n, IoFailure* failure, Act act);
   int fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const;
 
   const std::shared_ptr<Storage> device_;
   const std::vector<FileExtent> extents_;
   const std::string name_;
-  HostMemory scratch_;
-  // Shared by writes of whole blocks; exclusive for one that reads a block and writes it anew.
-  std::shared_mutex blocks_;
   std::mutex turns_;
   std::condition_variable none_in_flight_;
   uint32_t in_flight_ = 0;  // guarded by turns_, as is the next

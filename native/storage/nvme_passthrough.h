@@ -47,8 +47,6 @@ class NvmePassthrough final : public Storage {
   Description describe() const override;
 
   uint32_t lba_bytes() const { return 1u << where_.lba_shift; }
-  uint32_t nsid() const { return where_.nsid; }
-  uint64_t namespace_nbytes() const { return geometry_.nbytes; }
 
  private:
   // What Identify says.

@@ -2,9 +2,9 @@
 #include "vfio/drive.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <ctime>
 
+#include "io/nvme_command.h"
 #include "storage/storage.h"
 
 namespace fw::native::vfio {
@@ -44,40 +44,7 @@ nvme::command admin_command(uint8_t opcode) {
   return entry;
 }
 
-std::string hex(uint32_t value) {
-  char text[16];
-  std::snprintf(text, sizeof text, "0x%03x", value);
-  return text;
-}
-
 }  // namespace
-
-std::string status_text(uint16_t status) {
-  switch (status) {
-    case nvme::kInvalidOpcode:
-      return "invalid opcode";
-    case nvme::kInvalidField:
-      return "invalid field in command";
-    case nvme::kDataTransferError:
-      return "data transfer error";
-    case nvme::kCommandAborted:
-      return "command aborted";
-    case nvme::kInvalidNamespace:
-      return "invalid namespace";
-    case nvme::kNamespaceWriteProtected:
-      return "namespace is write protected";
-    case nvme::kLbaOutOfRange:
-      return "LBA out of range";
-    case nvme::kCapacityExceeded:
-      return "capacity exceeded";
-    case nvme::kWriteFault:
-      return "write fault";
-    case nvme::kUnrecoveredReadError:
-      return "unrecovered read error";
-    default:
-      return "NVMe status " + hex(status);
-  }
-}
 
 Drive::Drive(std::shared_ptr<PciFunction> function, int64_t limit_ms)
     : function_(std::move(function)),
@@ -236,8 +203,8 @@ nvme::completion Drive::admin_locked(nvme::command entry, const char* what) {
   }
   const uint16_t status = result.status >> 1 & 0x7FF;
   if (status != nvme::kSuccess) {
-    throw DriveError(Kind::kStatus, name() + ": " + what + " failed: " + status_text(status), 0,
-                     status);
+    throw DriveError(Kind::kStatus, name() + ": " + what + " failed: " + nvme_status_text(status),
+                     0, status);
   }
   return result;
 }

@@ -143,7 +143,4 @@ class Drive {
   std::thread watcher_;
 };
 
-// The text of a status field, for people.
-std::string status_text(uint16_t status);
-
 }  // namespace fw::native::vfio

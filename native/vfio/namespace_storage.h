@@ -19,10 +19,6 @@ class NamespaceStorage final : public Storage {
   NamespaceStorage(std::shared_ptr<Drive> drive, uint32_t nsid, const NamespaceIdentity& identity,
                    bool writable);
 
-  uint32_t nsid() const { return nsid_; }
-  uint32_t lba_shift() const { return lba_shift_; }
-  const std::shared_ptr<Drive>& drive() const { return drive_; }
-
   int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
   int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
   int flush(IoFailure* failure) override;
