@@ -651,13 +651,7 @@ def test_a_request_for_too_many_rows_fails_whole_and_the_next_one_runs() -> None
     [
         {"row_bytes": 0},
         {"rows": 100},
-        {"slots": 3},
         {"batch_rows": 0},
-        {"directions": ()},
-        {"directions": ("read",)},
-        {"copies": True},
-        {"ring": Ring(100, 2)},
-        {"ring": Ring(4096, 1)},
         {"workers": 0},
         {"workers": (3, 2)},
         {"timeout_s": 0},

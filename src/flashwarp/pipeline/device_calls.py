@@ -56,10 +56,6 @@ class DeviceCalls(endings.Closing):
         self.engine = engine
         self.device: Device = engine.device
         self.dtype = np.dtype(dtype)
-        if engine.row_bytes % self.dtype.itemsize:
-            raise ArgumentError(
-                f"rows of {engine.row_bytes} bytes have no whole elements of dtype {self.dtype}"
-            )
         limit_s = engine.timeout_s if timeout_s is None else timeout_s
         self.timeout_s = number("timeout_s", limit_s, 1e-3, 1e6)
         self._closed = False
@@ -83,8 +79,7 @@ class DeviceCalls(endings.Closing):
 
     def _lay_out(self, name: str, port: BatchPort) -> int:
         """Make the device's memory of one direction, and return its address."""
-        if port.slots > _SLOTS_MAX:
-            raise ArgumentError(f"{port.slots} slots, of which kernels use at most {_SLOTS_MAX}")
+        assert port.slots <= _SLOTS_MAX
         entry_bytes = ctypes.sizeof(FailureStruct) * FAILURES_KEPT
         entries = self.device.allocate_host(entry_bytes)
         self._memory.append(entries)

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, config, endings
-from flashwarp.config import SIZE_MAX, choice, cores, integer, number
+from flashwarp.config import cores, integer, number
 from flashwarp.device import CudaDevice, Device
 from flashwarp.device.memory import DeviceMemory, Owned, host_only
 from flashwarp.errors import (
@@ -33,11 +33,9 @@ from flashwarp.transfer import TransferBuffer, TransferClient
 _log = logging.getLogger(__name__)
 
 Direction = Literal["prefetch", "write_back"]
-_DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 _LINE = 64
 _ROWS_MAX = (1 << 32) - 1
-_SLOTS_MAX = 1 << 16
 _WORKERS_MAX = 256
 # Entries of each worker's queue pair with each controller. 128 keep a drive of 1.5 M commands per
 # second busy that takes 80 us for each.
@@ -156,21 +154,8 @@ class BatchEngine(endings.OfProcess):
         self._late_errors: list[dict[str, Any]] = []
         self._decisions_logged = 0
         self.row_bytes = integer("row_bytes", row_bytes, 1, _ROWS_MAX)
-        self.rows = integer("rows", rows, 0, SIZE_MAX)
-        if self.rows * self.row_bytes > storage.nbytes:
-            raise BoundsError(
-                f"{rows} rows of {row_bytes} bytes lie beyond the storage's {storage.nbytes} bytes"
-            )
+        self.rows = rows
         batch_rows = integer("batch_rows", batch_rows, 1, _ROWS_MAX)
-        slots = integer("slots", slots, 1, _SLOTS_MAX)
-        if slots & (slots - 1):
-            raise ArgumentError(f"slots={slots} is not a power of two")
-        if not directions or len(set(directions)) != len(directions):
-            raise ArgumentError(f"directions={directions!r} are not one or both of {_DIRECTIONS}")
-        for direction in directions:
-            choice("direction", direction, _DIRECTIONS)
-        if copies and ring is None:
-            raise ArgumentError("copies=True needs a ring")
         limit_s = config.time_limit_s(timeout_s)
         self.timeout_s = number("timeout_s", limit_s, 1e-3, 1e6)
         drives, threads = _drives_of(storage, controller)
@@ -243,10 +228,7 @@ class BatchEngine(endings.OfProcess):
         }
         step_bytes = 0
         if ring is not None:
-            chunk_bytes = integer("chunk_bytes", ring.chunk_bytes, 4096, 1 << 40)
-            chunks = integer("chunks", ring.chunks, 2, 1 << 20)
-            if chunk_bytes % 4096:
-                raise ArgumentError(f"chunk_bytes={chunk_bytes} is not a multiple of 4096")
+            chunk_bytes, chunks = ring
             nbytes = chunk_bytes * chunks
             client = TransferClient(self.device, "rings of batches", nbytes, nbytes, reserved=True)
             self._rings.append((client, client.take()))
@@ -275,7 +257,7 @@ class BatchEngine(endings.OfProcess):
         or if the ticket that has the slot has not ended.
         """
         self._check_usable()
-        port = self._port(direction)
+        port = self.ports[direction]
         if isinstance(ids, range) and ids.step == 1 and (not ids or ids.start >= 0):
             address, count, first = 0, len(ids), ids.start if ids else 0
         elif not self._lists:
@@ -381,7 +363,7 @@ class BatchEngine(endings.OfProcess):
 
     def statuses(self, direction: Direction, ticket: int) -> npt.NDArray[np.uint16]:
         """Return the statuses of a slot's rows, by row; valid if `check` says that some failed."""
-        port = self._port(direction)
+        port = self.ports[direction]
         memory = next(each for each in self._memory if each.address == port.statuses)
         all_rows = memory.as_numpy()[: 2 * port.slots * port.rows_max].view(np.uint16)
         return np.array(all_rows.reshape(port.slots, port.rows_max)[ticket % port.slots])
@@ -451,12 +433,6 @@ class BatchEngine(endings.OfProcess):
             ring.release()
             client.close()
         self._rings.clear()
-
-    def _port(self, direction: Direction) -> BatchPort:
-        port = self.ports.get(direction)
-        if port is None:
-            raise ArgumentError(f"{direction!r} is none of {', '.join(self.ports)}")
-        return port
 
     def _call(self, act: Callable[..., int], *arguments: Any) -> int:
         try:
