@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 import flashwarp as fw
 from benchmarks.pipelines.base import Bench, Cost
 from flashwarp.device import CpuDevice
-from flashwarp.pipeline.engine import BatchEngine, Direction, Ring
+from flashwarp.pipeline.engine import BatchDirection, BatchEngine, Ring
 
 __all__ = ["measure"]
 
@@ -117,7 +117,7 @@ def _controller(
 
 
 def _workers(
-    bench: Bench, direction: Direction, words: NDArray[np.int32], ids: NDArray[np.int64],
+    bench: Bench, direction: BatchDirection, words: NDArray[np.int32], ids: NDArray[np.int64],
     staging: bool, threads: int,
 ) -> _Seen:  # fmt: skip
     reads = direction == "prefetch"

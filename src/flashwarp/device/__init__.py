@@ -17,7 +17,7 @@ from flashwarp.device.base import Device
 from flashwarp.device.cpu import CpuDevice
 from flashwarp.device.cuda import CudaDevice
 from flashwarp.device.foreign import ArrayView, Stream, stream_handle, view
-from flashwarp.device.kernels import Launch
+from flashwarp.device.kernels import PreparedLaunch
 from flashwarp.device.memory import DeviceArray, DeviceMemory, MemoryInfo, OwnedStream, Registration
 from flashwarp.device.streams import Event
 from flashwarp.errors import ArgumentError, DeviceError
@@ -30,9 +30,9 @@ __all__ = [
     "DeviceArray",
     "DeviceMemory",
     "Event",
-    "Launch",
     "MemoryInfo",
     "OwnedStream",
+    "PreparedLaunch",
     "Registration",
     "Stream",
     "find",

@@ -19,7 +19,7 @@ from flashwarp.config import integer
 from flashwarp.device import host_memory, shared_memory
 from flashwarp.device.base import Device
 from flashwarp.device.foreign import Stream
-from flashwarp.device.kernels import Launch
+from flashwarp.device.kernels import PreparedLaunch
 from flashwarp.device.memory import (
     DeviceMemory,
     Exported,
@@ -182,7 +182,9 @@ class CpuDevice(Device):
         artifact = compile_host(source, include_dirs=folders, options=options, debug=debug)
         return artifact.key, functools.partial(_load_host_program, artifact)
 
-    def prepare(self, kernel: LoadedKernel, warps: int | None, block_threads: int = 256) -> Launch:
+    def prepare(
+        self, kernel: LoadedKernel, warps: int | None, block_threads: int = 256
+    ) -> PreparedLaunch:
         self._check_usable()
         return _CpuLaunch(self, kernel, warps)
 
@@ -217,7 +219,7 @@ class CpuDevice(Device):
         return f"cpu ({self.threads} threads)"
 
 
-class _CpuLaunch(Launch):
+class _CpuLaunch(PreparedLaunch):
     def __init__(self, device: CpuDevice, kernel: LoadedKernel, warps: int | None) -> None:
         self._device = device
         program, index = kernel.handle

@@ -19,7 +19,7 @@ from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp._waiting import saying_if_slow
 from flashwarp.device.base import Device, quietly
 from flashwarp.device.foreign import ArrayView, Stream, stream_handle
-from flashwarp.device.kernels import Launch
+from flashwarp.device.kernels import PreparedLaunch
 from flashwarp.device.memory import (
     DeviceMemory,
     Exported,
@@ -272,7 +272,7 @@ class CudaDevice(Device):
 
     def prepare(
         self, kernel: LoadedKernel, warps: int | None, block_threads: int = _BLOCK_THREADS
-    ) -> Launch:
+    ) -> PreparedLaunch:
         module, function = kernel.handle
         blocks = self._blocks(module, function, warps, block_threads)
         return _CudaLaunch(self, function, blocks, block_threads)
@@ -436,7 +436,7 @@ class CudaDevice(Device):
         quietly(self.context.close)
 
 
-class _CudaLaunch(Launch):
+class _CudaLaunch(PreparedLaunch):
     def __init__(
         self, device: CudaDevice, kernel: cuda_context.Kernel, blocks: int, block_threads: int
     ) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PREPARED_MAX = 256
 
 
-class Launch(ABC):
+class PreparedLaunch(ABC):
     """A prepared launch; see `Device.prepare`.
 
     Attributes
@@ -197,7 +197,9 @@ class Kernels(ABC):
         return 256
 
     @abstractmethod
-    def prepare(self, kernel: LoadedKernel, warps: int | None, block_threads: int = 256) -> Launch:
+    def prepare(
+        self, kernel: LoadedKernel, warps: int | None, block_threads: int = 256
+    ) -> PreparedLaunch:
         """Prepare launches of one kernel and one size, for callers that repeat them.
 
         `warps` and `block_threads` are those of `run_kernel`.
@@ -216,11 +218,11 @@ class BuiltInKernels:
         self._policy = policy
         # More warps than any GPU runs at a time make no other launch.
         self._warps_max = 1 << 31 if device.kind == "cpu" else 8 * device.warps_at_once
-        self._prepared: dict[object, Launch] = {}
+        self._prepared: dict[object, PreparedLaunch] = {}
 
     def launch_of(
         self, name: str, warps: int, param_bytes: int, block_threads: int | None = None
-    ) -> Launch:
+    ) -> PreparedLaunch:
         """Return the launch of a kernel by so many warps; default: in blocks that spread few."""
         warps = min(warps, self._warps_max)
         key = name, warps, param_bytes, block_threads

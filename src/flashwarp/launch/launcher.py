@@ -19,7 +19,7 @@ import numpy.typing as npt
 from flashwarp import _native, config
 from flashwarp._jit.cuda_context import End
 from flashwarp.cache.cache import Volume
-from flashwarp.device import CpuDevice, CudaDevice, DeviceMemory, Launch
+from flashwarp.device import CpuDevice, CudaDevice, DeviceMemory, PreparedLaunch
 from flashwarp.errors import CaptureError, ClosedError
 from flashwarp.launch.copying import RangeCopies
 from flashwarp.launch.deferral import NOT_DEFERRED, Deferral, Deferred
@@ -239,7 +239,7 @@ class Launcher:
         buffer: int,
         counting: Counting | None = None,
         sms: int | None = None,
-    ) -> tuple[Launch, bytes]:
+    ) -> tuple[PreparedLaunch, bytes]:
         """Prepare calls of one size on rows by index: the launch, and its parameter.
 
         Each call has indices and a buffer of its own, and a number if it defers its misses.
@@ -279,7 +279,7 @@ class Launcher:
 
     def _prepared_launch(
         self, name: str, warps: int, param_bytes: int, sms: int | None = None
-    ) -> Launch:
+    ) -> PreparedLaunch:
         threads = None
         if sms is not None:
             # A block each, so that no more can hold one.

@@ -32,7 +32,7 @@ from flashwarp.transfer import TransferBuffer, TransferClient
 
 _log = logging.getLogger(__name__)
 
-Direction = Literal["prefetch", "write_back"]
+BatchDirection = Literal["prefetch", "write_back"]
 
 _LINE = 64
 _ROWS_MAX = (1 << 32) - 1
@@ -141,7 +141,7 @@ class BatchEngine(endings.OfProcess):
         row_bytes: int,
         batch_rows: int,
         slots: int = 8,
-        directions: Sequence[Direction] = ("prefetch",),
+        directions: Sequence[BatchDirection] = ("prefetch",),
         ring: Ring | None = None,
         copies: bool = False,
         workers: int | tuple[int, int] | None = None,
@@ -165,7 +165,7 @@ class BatchEngine(endings.OfProcess):
         self._memory: list[DeviceMemory] = []
         self._rings: list[tuple[TransferClient, TransferBuffer]] = []
         self._streams: list[Owned] = []
-        self.ports: dict[Direction, BatchPort] = {}
+        self.ports: dict[BatchDirection, BatchPort] = {}
         try:
             natives = [self._lay_out(each, slots, batch_rows, ring, copies) for each in directions]
             rings = [each.owners for _, each in self._rings]
@@ -207,7 +207,7 @@ class BatchEngine(endings.OfProcess):
         return context.calls, stream.handle, event
 
     def _lay_out(
-        self, direction: Direction, slots: int, rows: int, ring: Ring | None, copies: bool
+        self, direction: BatchDirection, slots: int, rows: int, ring: Ring | None, copies: bool
     ) -> _native.BatchPort:
         """Allocate the regions of one direction, and its ring."""
 
@@ -247,7 +247,10 @@ class BatchEngine(endings.OfProcess):
     # Batches.
 
     def submit(
-        self, direction: Direction, ids: Sequence[int] | npt.NDArray[Any] | range, buffer: int = 0
+        self,
+        direction: BatchDirection,
+        ids: Sequence[int] | npt.NDArray[Any] | range,
+        buffer: int = 0,
     ) -> int:
         """Submit a batch of the host, and return its ticket. Never waits.
 
@@ -277,7 +280,7 @@ class BatchEngine(endings.OfProcess):
             )
         return ticket
 
-    def announce(self, direction: Direction, ticket: int) -> None:
+    def announce(self, direction: BatchDirection, ticket: int) -> None:
         """Say that a stream will submit tickets up to this one, so that the engine looks for them.
 
         The stream writes the list and the request of the slot, and `ready` last.
@@ -294,11 +297,11 @@ class BatchEngine(endings.OfProcess):
         """End one `kernels_begin`."""
         self._native.kernels_end()
 
-    def ended(self, direction: Direction, ticket: int) -> bool:
+    def ended(self, direction: BatchDirection, ticket: int) -> bool:
         """Return whether a ticket has ended, well or not."""
         return self._native.ended(direction == "write_back", ticket)
 
-    def wait(self, direction: Direction, ticket: int, timeout_s: float | None = None) -> None:
+    def wait(self, direction: BatchDirection, ticket: int, timeout_s: float | None = None) -> None:
         """Block until a ticket has ended, and raise its error, as `check` does.
 
         Raises ControllerTimeout if it has not ended in time.
@@ -312,7 +315,7 @@ class BatchEngine(endings.OfProcess):
             )
         self.check(direction, ticket)
 
-    def check(self, direction: Direction, ticket: int) -> None:
+    def check(self, direction: BatchDirection, ticket: int) -> None:
         """Raise the error of a ticket that has ended, if it has one. Never waits.
 
         BoundsError: a row number is out of range. StorageError: a transfer failed; it names the
@@ -338,7 +341,7 @@ class BatchEngine(endings.OfProcess):
             raise self._failure(direction, ticket, failed, row, status)
 
     def _failure(
-        self, direction: Direction, ticket: int, failed: int, row: int, status: int
+        self, direction: BatchDirection, ticket: int, failed: int, row: int, status: int
     ) -> FlashwarpError:
         what = f"{direction}, ticket {ticket}: row {row} of the batch"
         others = f"; {failed} rows of the batch have failed" if failed > 1 else ""
@@ -361,7 +364,7 @@ class BatchEngine(endings.OfProcess):
             status=status,
         )
 
-    def statuses(self, direction: Direction, ticket: int) -> npt.NDArray[np.uint16]:
+    def statuses(self, direction: BatchDirection, ticket: int) -> npt.NDArray[np.uint16]:
         """Return the statuses of a slot's rows, by row; valid if `check` says that some failed."""
         port = self.ports[direction]
         memory = next(each for each in self._memory if each.address == port.statuses)

@@ -9,7 +9,7 @@ from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.errors import RouteError
 from flashwarp.nvme.software import SoftwareController
-from flashwarp.pipeline.engine import BatchEngine, Direction, Ring
+from flashwarp.pipeline.engine import BatchDirection, BatchEngine, Ring
 from flashwarp.storage import Storage
 
 _SLOTS_MAX = 64
@@ -34,7 +34,7 @@ def make_engine(
     ring: Ring | None = None,
     *,
     copies: bool = False,
-    only: Direction | None = None,
+    only: BatchDirection | None = None,
     lists: bool = True,
 ) -> BatchEngine:
     """Make an engine over the storage of an array.
@@ -45,7 +45,7 @@ def make_engine(
     refused = why_no_engine(array)
     if refused or not isinstance(storage, Storage):
         raise RouteError(f"host threads cannot move rows of this array: {refused}")
-    both: list[Direction] = ["prefetch", "write_back"] if array.writable else ["prefetch"]
+    both: list[BatchDirection] = ["prefetch", "write_back"] if array.writable else ["prefetch"]
     directions = [only] if only in both else both
     return BatchEngine(
         array.device,

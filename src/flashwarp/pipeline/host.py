@@ -20,7 +20,7 @@ from flashwarp.errors import DeviceTimeout, FlashwarpError
 from flashwarp.explanation import Explanation
 from flashwarp.launch.operands import Index
 from flashwarp.pipeline.buffers import Buffer
-from flashwarp.pipeline.engine import BatchEngine, Direction
+from flashwarp.pipeline.engine import BatchDirection, BatchEngine
 from flashwarp.pipeline.ids import host_rows
 from flashwarp.pipeline.route import Route
 from flashwarp.pipeline.ticket import Ticket
@@ -34,7 +34,7 @@ class Host(Route):
     ) -> None:
         super().__init__(array, timeout_s, make)
         self.name = "direct" if make is None else "workers"
-        self._last: dict[Direction, int] = {}
+        self._last: dict[BatchDirection, int] = {}
         # Writes of the engine that have not ended, and from which to which address their rows lie.
         self._sources: list[tuple[int, int, int]] = []
 
@@ -133,7 +133,7 @@ class Host(Route):
 class _End:
     """The end of a batch of the engine, as a future has it."""
 
-    def __init__(self, engine: BatchEngine, verb: Direction, number: int) -> None:
+    def __init__(self, engine: BatchEngine, verb: BatchDirection, number: int) -> None:
         self._engine, self._verb, self._number = engine, verb, number
 
     def done(self) -> bool:

@@ -27,7 +27,7 @@ from flashwarp.errors import (
 from flashwarp.explanation import Explanation
 from flashwarp.launch.operands import Index
 from flashwarp.pipeline.buffers import Buffer
-from flashwarp.pipeline.engine import BatchEngine, BatchPort, Direction, Ring
+from flashwarp.pipeline.engine import BatchDirection, BatchEngine, BatchPort, Ring
 from flashwarp.pipeline.ids import host_rows, on_gpu
 from flashwarp.pipeline.route import GpuRoute
 from flashwarp.pipeline.structs import RequestStruct
@@ -54,10 +54,10 @@ class Staged(GpuRoute):
     ) -> None:
         super().__init__(array, timeout_s, partial(make, RING))
         self._reason = reason
-        self._copying: dict[Direction, DeviceQueue] = {}
+        self._copying: dict[BatchDirection, DeviceQueue] = {}
         # Batches whose errors the caller has not had: reads that were given to a stream before they
         # had ended, and writes. By direction, oldest first.
-        self._unseen: dict[Direction, deque[int]] = {}
+        self._unseen: dict[BatchDirection, deque[int]] = {}
 
     def begin(self) -> None:
         super().begin()
@@ -116,7 +116,7 @@ class Staged(GpuRoute):
         self._unseen["write_back"].append(number)
 
     def _submit(
-        self, direction: Direction, chosen: range | Index, stream: int
+        self, direction: BatchDirection, chosen: range | Index, stream: int
     ) -> tuple[int, _Port]:
         """Queue the list and the request of a batch; `ready` is stored when both are there."""
         self._refuse_capture(stream, _NO_CAPTURE)
@@ -140,7 +140,7 @@ class Staged(GpuRoute):
         self._engine.announce(direction, number)
         return number, port
 
-    def _free_slot(self, direction: Direction, before: int) -> None:
+    def _free_slot(self, direction: BatchDirection, before: int) -> None:
         """See that the ticket whose slot is used again has ended, and that its error is known."""
         if before <= 0:
             return

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flashwarp._names import renamed
 
 if TYPE_CHECKING:
     from flashwarp.pipeline.buffers import Buffer
+    from flashwarp.pipeline.engine import BatchDirection
 
 
 class Waiting(Protocol):
@@ -38,12 +39,12 @@ class Ticket:
     def __init__(
         self,
         route: Waiting,
-        verb: Literal["prefetch", "write_back"],
+        verb: BatchDirection,
         rows: int,
         buffer: Buffer | None,
         operands: object,
     ) -> None:
-        self.verb: Literal["prefetch", "write_back"] = verb
+        self.verb: BatchDirection = verb
         self.rows = rows
         self.buffer: Any = buffer
         self.operands: object = operands

@@ -60,7 +60,7 @@ class Launch:
         return seen
 
     def run(
-        self, prepared: devices.Launch, params: tuple[bytes, ...], uses: Sequence[object]
+        self, prepared: devices.PreparedLaunch, params: tuple[bytes, ...], uses: Sequence[object]
     ) -> None:
         """Launch after the libraries' present work, and after our own uploads.
 
@@ -71,7 +71,7 @@ class Launch:
             self.device.note_served(self.handle)
 
     def _run(
-        self, prepared: devices.Launch, params: tuple[bytes, ...], uses: Sequence[object]
+        self, prepared: devices.PreparedLaunch, params: tuple[bytes, ...], uses: Sequence[object]
     ) -> None:
         if self.device.kind == "cpu":
             prepared(params, None, uses)

@@ -304,7 +304,7 @@ class Kernel(endings.NotCopied):
         if short is not None:
             short.learn(arguments, packed, warps, block_threads, prepared)
 
-    def _prepare(self, warps: int | None, block_threads: int) -> devices.Launch:
+    def _prepare(self, warps: int | None, block_threads: int) -> devices.PreparedLaunch:
         if warps is not None:
             warps = integer("warps", warps, 0, _WARPS_MAX)
         block_threads = integer("block_threads", block_threads, 32, 256)
@@ -314,7 +314,7 @@ class Kernel(endings.NotCopied):
 
     def _launch(
         self,
-        prepared: devices.Launch,
+        prepared: devices.PreparedLaunch,
         arguments: Sequence[object],
         accesses: Sequence[tuple[Array, bool]],
         stream: object,

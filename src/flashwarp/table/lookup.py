@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from flashwarp import endings
 from flashwarp.array.array import Array
-from flashwarp.device import DeviceMemory, Launch
+from flashwarp.device import DeviceMemory, PreparedLaunch
 from flashwarp.errors import ArgumentError, ClosedError
 from flashwarp.launch.operands import Index
 from flashwarp.launch.order import in_order
@@ -458,7 +458,9 @@ class Lookup:
         act = functools.partial(self._launch_in_turn, launch, params, ids, stream)
         endings.holding(self._turns, act)
 
-    def _launch_in_turn(self, launch: Launch, params: bytes, ids: Ids, stream: int | None) -> None:
+    def _launch_in_turn(
+        self, launch: PreparedLaunch, params: bytes, ids: Ids, stream: int | None
+    ) -> None:
         # Taken before the look: what `close` frees later stays until the launch has ended.
         uses: list[object] = [] if self._memory is None else list(self._memory.owners)
         if self._closed:
