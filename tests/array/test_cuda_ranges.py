@@ -23,7 +23,7 @@ from flashwarp.array.attachment import Attachment
 from flashwarp.device import DeviceArray, OwnedStream
 from flashwarp.errors import BoundsError, DeviceError, IndexDtypeError
 from flashwarp.launch import copying
-from flashwarp.nvme import software
+from flashwarp.storage import routes
 from flashwarp.storage.lease import Lease
 from support import fake_cuda
 from support.cuda_arrays import gpu
@@ -182,7 +182,7 @@ def check_a_copy_that_the_driver_refuses_fails_its_call() -> None:
 
 
 def check_a_file_that_is_registered_in_pieces() -> None:
-    software.PIECE_BYTES = copying.PIECE_BYTES = 1 << 18
+    routes.PIECE_BYTES = copying.PIECE_BYTES = 1 << 18
     fake().fake_registers(1, 1, ctypes.c_size_t(1 << 18))
     path = Path(os.environ["FLASHWARP_CACHE_DIR"]).parent / f"ranges{os.getpid()}"
     values().tofile(path)

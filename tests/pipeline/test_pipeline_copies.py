@@ -21,7 +21,7 @@ import flashwarp as fw
 from flashwarp.device import CudaDevice, DeviceArray, OwnedStream
 from flashwarp.errors import ArgumentError, CaptureError
 from flashwarp.launch import copying
-from flashwarp.nvme import software
+from flashwarp.storage import routes
 from support import fake_cuda
 from support.cuda_arrays import gpu
 from support.fake_cuda import fake
@@ -199,7 +199,7 @@ def check_buffers_are_not_allocated_in_a_capture() -> None:
 
 
 def check_a_file_that_is_registered_in_pieces() -> None:
-    software.PIECE_BYTES = copying.PIECE_BYTES = 1 << 18
+    routes.PIECE_BYTES = copying.PIECE_BYTES = 1 << 18
     fake().fake_registers(1, 1, ctypes.c_size_t(1 << 18))
     path = Path(os.environ["FLASHWARP_CACHE_DIR"]).parent / f"rows{os.getpid()}.npy"
     np.save(path, values())

@@ -24,8 +24,7 @@ from flashwarp.device.cuda import CudaDevice
 from flashwarp.device.host_memory import PinnedFiles
 from flashwarp.errors import DeviceError, RouteError
 from flashwarp.launch.rows import MaintenanceParams
-from flashwarp.nvme import software
-from flashwarp.storage import Concatenated, Memory, Striped
+from flashwarp.storage import Concatenated, Memory, Striped, routes
 from flashwarp.storage.lease import Lease
 from support import fake_cuda
 from support.fake_cuda import fake
@@ -130,7 +129,7 @@ def check_confidential_computing_is_named() -> None:
 
 
 def check_large_file_is_registered_in_pieces() -> None:
-    software.PIECE_BYTES = NBYTES // 4
+    routes.PIECE_BYTES = NBYTES // 4
     may_register(most=NBYTES // 4)
     with TemporaryDirectory() as folder, gpu() as device:
         path = make(folder, nbytes=NBYTES + 4096)
@@ -149,7 +148,7 @@ def check_large_file_is_registered_in_pieces() -> None:
 
 
 def check_pieces_that_are_refused_leave_none_registered() -> None:
-    software.PIECE_BYTES = NBYTES // 4
+    routes.PIECE_BYTES = NBYTES // 4
     may_register(most=NBYTES // 8)
     with TemporaryDirectory() as folder, gpu() as device:
         path = make(folder)

@@ -17,8 +17,9 @@ from flashwarp._jit.cuda_context import End
 from flashwarp.cache.cache import Volume
 from flashwarp.device import CudaDevice
 from flashwarp.nvme import Service
-from flashwarp.nvme.software import PIECE_BYTES, SoftwareService
+from flashwarp.nvme.software import SoftwareService
 from flashwarp.storage import File, Memory, Namespace
+from flashwarp.storage.routes import PIECE_BYTES
 
 __all__ = ["RangeCopies", "RowCopies", "why_no_copies"]
 

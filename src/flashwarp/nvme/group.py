@@ -15,9 +15,10 @@ from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, ClosedError, FlashwarpError, StorageError
 from flashwarp.nvme.controller import Controller, Destination, Service
 from flashwarp.nvme.queue_pair import QueuePairs, QueueTable
-from flashwarp.nvme.software import SoftwareController, choose_route
+from flashwarp.nvme.software import SoftwareController
 from flashwarp.storage import Namespace, Striped
 from flashwarp.storage.composite import Composite, Concatenated
+from flashwarp.storage.routes import route_of
 
 NAMESPACES_MAX = 16
 """Most namespaces of an array; `kNamespacesMax` of the headers."""
@@ -67,7 +68,7 @@ def _obstacle(controller: Controller, storage: Composite, device: Device, line_b
     if not controller.serves_members:
         return f"{controller!r} serves a storage as a whole"
     if isinstance(controller, SoftwareController) and controller.asked_route is None:
-        routes = {choose_route(member, device, None)[0] for member in members}
+        routes = {route_of(member, device, None)[0] for member in members}
         if len(routes) > 1:
             return f"their data would take different routes, {' and '.join(sorted(routes))}"
     return ""

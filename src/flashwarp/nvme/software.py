@@ -1,27 +1,27 @@
 """The software NVMe controller: host threads that serve queue pairs from any storage.
 
 A `SoftwareController` is settings; a `SoftwareService` owns the queue pairs and threads of one
-array, and stops with it. Data reaches the device by one of three routes, chosen here.
+array, and stops with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flashwarp import _native, config
 from flashwarp._names import renamed
 from flashwarp.config import choice, flag, integer
 from flashwarp.device import CpuDevice, Device
-from flashwarp.device.memory import OwnedStream, Registration
+from flashwarp.device.memory import OwnedStream
 from flashwarp.errors import ArgumentError, ClosedError, ControllerError, DeviceError, StorageError
 from flashwarp.nvme.controller import Controller, Destination, Service
 from flashwarp.nvme.queue_pair import ROUTES, NamespacePart, QueuePairs, Route, Transfers
 from flashwarp.storage import File, Memory, Namespace, Storage
-from flashwarp.storage.composite import Concatenated, members_of
-from flashwarp.storage.file import Mapping
+from flashwarp.storage.composite import members_of
+from flashwarp.storage.routes import mapped_parts, register, route_of
 
 if TYPE_CHECKING:
     from flashwarp.nvme.drive_model import SSDModel
@@ -45,6 +45,9 @@ _DEPTH = 1024
 _BOUNCE_DEPTH = 256
 # Most bytes of pinned memory for the buffers of one controller; the depth shrinks to fit.
 _BOUNCE_BYTES = 256 << 20
+
+# The longest load of a GPU thread, and so the strictest alignment.
+_LOAD_BYTES_MAX = 16
 
 # One wait costs what a thousand commands ahead of their time cost: 100 us against 0.1 us.
 _WAITS_COUNT_FROM = 1024
@@ -132,100 +135,6 @@ class SoftwareController(Controller):
         return "<settings of a flashwarp.nvme.SoftwareController>"
 
 
-def choose_route(
-    storage: Storage, device: Device, wanted: str | None, refusal: str = ""
-) -> tuple[str, str]:
-    """Choose how the data of a storage moves; return the route, and why.
-
-    `refusal` says why it cannot be read in place, if that was tried.
-
-    Raises ArgumentError if `wanted` is a route that it cannot take.
-    """
-    # If a file is cut, a CPU thread that touches its mapped pages dies of SIGBUS; a GPU's
-    # registration pins them. So on the CPU files are mapped only under a lease. Otherwise the
-    # storage copies from its own mapping, where a fault is an error of the read.
-    leased = isinstance(storage, File) and storage.lease is not None
-    safe = leased or isinstance(storage, Memory) or device.kind == "cuda"
-    mappable = bool(storage.native.mapped_base) and safe
-    mappable = mappable or bool(_parts_of(storage, device))
-    if wanted == "in_place" and not mappable:
-        refusal = storage.lease_refusal if isinstance(storage, File) else ""
-        raise ArgumentError(
-            "route='in_place' needs a namespace in memory that the device can read: "
-            "storage.Memory, or a read-only file opened for a GPU with o_direct=False, or "
-            f"under a lease{refusal and f': {refusal}'}"
-        )
-    if wanted == "direct" and device.kind != "cpu":
-        raise ArgumentError("route='direct' needs a device whose memory the host can write")
-    if wanted is not None:
-        return wanted, "asked for"
-    if mappable and not refusal:
-        return "in_place", "the namespace is memory that the device reads itself"
-    tried = f"; it is not read in place, because {refusal}" if refusal else ""
-    if device.kind == "cpu":
-        why = "the device's memory is host memory: the controller fills the frames"
-        return "direct", why + tried
-    why = "the host cannot write GPU memory: data passes through pinned buffers"
-    return "bounce", why + tried
-
-
-def _parts_of(storage: Storage, device: Device) -> list[NamespacePart]:
-    """Return where a device reads a concatenation in place; none if it cannot.
-
-    Stores go through commands, which have one address for the namespace. So it takes none.
-    """
-    if not isinstance(storage, Concatenated) or storage.writable:
-        return []
-    parts, begin = [], 0
-    for member in storage.members:
-        base = int(member.native.mapped_base)
-        if not base or not (isinstance(member, Memory) or device.kind == "cuda"):
-            return []
-        end = begin + member.nbytes
-        parts.append(NamespacePart(end, (base - begin) % (1 << 64)))
-        begin = end
-    return parts
-
-
-# The longest load of a GPU thread, and so the strictest alignment.
-_LOAD_BYTES_MAX = 16
-
-PIECE_BYTES = 1 << 30
-"""If a device refuses one registration of a file's pages, it may accept them in pieces of this
-size, a multiple of all page sizes."""
-
-
-def register(storage: Storage, device: Device) -> Iterator[Registration]:
-    """Make a storage's own memory known to a device, which reads it in place.
-
-    Yields each registration that the caller must close. Raises DeviceError if the device refuses.
-    """
-    if isinstance(storage, Concatenated):
-        for member in storage.members:
-            yield from register(member, device)
-        return
-    held = storage.mapping if isinstance(storage, File) else storage
-    if not isinstance(held, Mapping | Memory):
-        return
-    read_only = not storage.writable
-    try:
-        # Exactly the caller's bytes: a copy from a neighbour on the same page would be refused if
-        # it began outside of a registered range and ended inside.
-        yield device.register_host(held.address, held.nbytes, read_only)
-    except DeviceError:
-        if isinstance(held, Mapping) and held.nbytes > PIECE_BYTES:
-            # Of the caller's own memory other libraries may copy parts, which must not lie in two
-            # registrations. Of our mapping they know nothing.
-            for begin in range(0, held.nbytes, PIECE_BYTES):
-                nbytes = min(PIECE_BYTES, held.nbytes - begin)
-                yield device.register_host(held.address + begin, nbytes, read_only)
-        elif isinstance(held, Memory) and read_only and held.array.flags.writeable:
-            # Some devices register no read-only memory. This memory could be written.
-            yield device.register_host(held.address, held.nbytes, False)
-        else:
-            raise
-
-
 class SoftwareService(Service):
     """A storage that threads of this process serve for one array.
 
@@ -309,17 +218,18 @@ class SoftwareService(Service):
         """Choose how data moves, and say why; return also the parts that are read in place."""
         device, asked = destination.device, self._settings.asked_route
         refusal = destination.in_place_refusal
-        if not self._without_commands and _parts_of(storage, device):
+        if not self._without_commands and mapped_parts(storage, device):
             refusal = refusal or "commands need one address for all of its members"
             if asked == "in_place":
                 raise ArgumentError(f"route='in_place' cannot be had: {refusal}")
-        route, self.reason = choose_route(storage, device, asked, refusal)
+        route, self.reason = route_of(storage, device, asked, refusal)
         if route == "in_place" and device.kind == "cuda":
             refusal = self._register(storage, device)
             if refusal:
-                route, self.reason = choose_route(storage, device, None, refusal)
+                route, self.reason = route_of(storage, device, None, refusal)
         self.in_place_refusal = refusal
-        parts = _parts_of(storage, device) if route == "in_place" else []
+        mapped = mapped_parts(storage, device) if route == "in_place" else []
+        parts = [NamespacePart(*part) for part in mapped]
         self._plain_reads = (
             route == "in_place"
             and self._without_commands
