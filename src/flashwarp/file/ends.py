@@ -81,9 +81,7 @@ def drafted(path: files.PathLike, nbytes: int, overwrite: bool) -> Iterator[file
     """Make a file of zeros beside its name; durable."""
     target = files.check_new(files.check_name(path), overwrite)
     with files.Draft(target, overwrite, lock=True) as draft:
-        try:
+        with files.writing(target):
             os.ftruncate(draft.descriptor, nbytes)
             os.fsync(draft.descriptor)
-        except OSError as error:
-            raise files.write_error(error, target) from error
         yield draft

@@ -47,11 +47,9 @@ class PciController:
 def controllers(root: Path = Path("/")) -> list[PciController]:
     """Return the NVMe controllers of the machine, by PCI address."""
     folder = root / "sys/bus/pci/devices"
-    try:
-        found = sorted(each.name for each in folder.iterdir())
-    except OSError:
-        return []
-    return [_look(name, root) for name in found if text_of(folder / name / "class") == _CLASS]
+    return [
+        _look(name, root) for name in names_in(folder) if text_of(folder / name / "class") == _CLASS
+    ]
 
 
 def find(bdf: str, root: Path = Path("/")) -> PciController:

@@ -107,14 +107,10 @@ def _check_format(drive: _native.Drive, bdf: str, nsid: int) -> dict[str, Any]:
 
 
 def _look_at(native: _native.NamespaceStorage) -> list[str]:
-    nbytes = native.nbytes
-    tail = min(nbytes, signatures.TAIL_BYTES)
     try:
-        head_bytes = native.read(0, min(nbytes, signatures.HEAD_BYTES))
-        tail_bytes = native.read(nbytes - tail, tail)
+        return signatures.carried_by(native.read, native.nbytes)
     except OSError as error:
         return [f"unknown: its begin or end cannot be read ({error.strerror})"]
-    return signatures.found_in(head_bytes, tail_bytes, nbytes)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from flashwarp import _native
 from flashwarp.errors import (
     ArgumentError,
     ExistingFileError,
+    FlashwarpError,
     LockedError,
     MissingFileError,
     PathError,
@@ -229,7 +230,7 @@ class Draft:
         with contextlib.ExitStack() as made:
             old = self._old_file(made)
             made.callback(self._remove)
-            try:
+            with writing(self.target):
                 # Opened here, if that is allowed: later the process may have no descriptor left.
                 with contextlib.suppress(PermissionError):
                     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -243,8 +244,6 @@ class Draft:
                     with contextlib.suppress(PermissionError):
                         os.fchown(self.descriptor, old.st_uid, old.st_gid)
                     os.fchmod(self.descriptor, stat.S_IMODE(old.st_mode))
-            except OSError as error:
-                raise write_error(error, self.target) from error
             self._held = made.pop_all()
         return self
 
@@ -270,29 +269,23 @@ class Draft:
         Raises PathError, or ExistingFileError if another process has made a file there in the
         meantime.
         """
-        try:
+        with writing(self.target):
             if self._overwrite:
                 os.replace(self.path, self.target)
             else:
                 self._take_free_name()
             self._sync_folder()
-        except FileExistsError as error:
-            raise ExistingFileError(
-                errno.EEXIST, "was made by another process in the meantime", self.target
-            ) from error
-        except OSError as error:
-            raise write_error(error, self.target) from error
 
     def _take_free_name(self) -> None:
         try:
             os.link(self.path, self.target)
-        except FileExistsError:
-            raise
-        except OSError:
+        except OSError as error:
+            if os.path.lexists(self.target):
+                raise ExistingFileError(
+                    errno.EEXIST, "was made by another process in the meantime", self.target
+                ) from error
             # A file system without hard links. A file that another process makes between these two
             # lines is lost.
-            if os.path.lexists(self.target):
-                raise FileExistsError(errno.EEXIST, "", self.target) from None
             os.rename(self.path, self.target)
 
     def _sync_folder(self) -> None:
@@ -322,13 +315,22 @@ def replacing(path: PathLike) -> Iterator[BinaryIO]:
     """Write a file that takes its name, whole and durable, at the end of the ``with`` statement."""
     target = check_new(check_name(path), True)
     with Draft(target, overwrite=True, lock=False) as draft:
-        try:
+        with writing(target):
             with open(draft.descriptor, "wb", closefd=False) as file:
                 yield file
             os.fsync(draft.descriptor)
-        except OSError as error:
-            raise write_error(error, target) from error
         draft.publish()
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Say of what fails in the ``with`` why a file could not be made; our own errors pass."""
+    try:
+        yield
+    except FlashwarpError:
+        raise
+    except OSError as error:
+        raise write_error(error, path) from error
 
 
 def write_error(error: OSError, path: str) -> PathError:

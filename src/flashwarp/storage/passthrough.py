@@ -137,12 +137,8 @@ class Passthrough(Storage):
     def _carried(self) -> list[str]:
         """Return what is on the namespace, as far as it can be recognised."""
         whole = self._open(0, 0, False, lock=False, claim=False)
-        size = whole.nbytes
         with typed_errors("look at what the namespace carries"):
-            head = whole.read(0, min(signatures.HEAD_BYTES, size))
-            tail_bytes = min(signatures.TAIL_BYTES, size)
-            tail = whole.read(size - tail_bytes, tail_bytes)
-        return signatures.found_in(head, tail, size)
+            return signatures.carried_by(whole.read, whole.nbytes)
 
 
 def _disk_of(path: str) -> str:

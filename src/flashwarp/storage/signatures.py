@@ -6,6 +6,7 @@ finds reasons not to write; a drive without a mark may still hold data of its ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 HEAD_BYTES = 128 << 10
@@ -51,6 +52,13 @@ _MARKS = [
 _ZFS = bytes.fromhex("0cb1ba0000000000")
 # An md superblock of version 0.90 lies in the last whole 64 KiB but one.
 _MD_OLD_UNIT = 64 << 10
+
+
+def carried_by(read: Callable[[int, int], bytes], nbytes: int) -> list[str]:
+    """Return what a drive carries whose bytes `read` returns, from an offset on; see `found_in`."""
+    tail_bytes = min(nbytes, TAIL_BYTES)
+    head, tail = read(0, min(nbytes, HEAD_BYTES)), read(nbytes - tail_bytes, tail_bytes)
+    return found_in(head, tail, nbytes)
 
 
 def found_in(head: bytes, tail: bytes, nbytes: int) -> list[str]:

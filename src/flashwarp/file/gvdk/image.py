@@ -419,10 +419,8 @@ class Gvdk(Storage):
                     "export it, and import it with a larger one"
                 )
             larger = replace(header, capacity=wanted)
-            try:
+            with files.writing(image.path):
                 take_space(image._disk.fd, places(larger).data + wanted)
-            except OSError as error:
-                raise files.write_error(error, image.path) from error
             image._header = larger
             image._marked = True
             image.flush()

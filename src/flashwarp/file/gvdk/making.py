@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from flashwarp import _native
 from flashwarp.config import flag, integer, parse_bytes
-from flashwarp.errors import ArgumentError, FlashwarpError
+from flashwarp.errors import ArgumentError
 from flashwarp.file.gvdk.layout import (
     BLOCK_MAX,
     BLOCK_MIN,
@@ -73,7 +73,7 @@ def drafted(
     at, sealer = places(header), Sealer(key)
     target = files.check_new(files.check_name(path), flag("overwrite", overwrite))
     with files.Draft(target, overwrite, lock=True) as draft:
-        try:
+        with files.writing(target):
             disk = Disk(draft.descriptor)
             end = at.data + (header.capacity if header.type is ImageType.FIXED else 0)
             if header.type is ImageType.FIXED:
@@ -85,8 +85,6 @@ def drafted(
             for copy in range(HEADERS):
                 disk.write(copy * PAGE, header.pack(sealer))
             os.fsync(draft.descriptor)
-        except OSError as error:
-            raise files.write_error(error, target) from error
         yield draft
 
 
@@ -96,7 +94,7 @@ def exported(
     """Write the bytes that `read` returns to an ordinary file, durably; holes stay holes."""
     target = files.check_new(files.check_name(path), flag("overwrite", overwrite))
     with files.Draft(target, overwrite, lock=True) as draft:
-        try:
+        with files.writing(target):
             disk = Disk(draft.descriptor)
             for begin in range(0, size, COPY_BYTES):
                 data = read(begin, min(COPY_BYTES, size - begin))
@@ -104,10 +102,6 @@ def exported(
                     disk.write(begin, data)
             os.ftruncate(draft.descriptor, size)
             os.fsync(draft.descriptor)
-        except OSError as error:
-            if isinstance(error, FlashwarpError):
-                raise
-            raise files.write_error(error, target) from error
         draft.publish()
 
 
