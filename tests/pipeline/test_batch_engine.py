@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -477,30 +474,6 @@ def test_rows_that_are_no_blocks_are_not_written_to_modelled_drives() -> None:
         )  # fmt: skip
 
 
-def test_tickets_end_in_order_and_slots_are_reused() -> None:
-    data = bytes_of(1000 * 512, 9).reshape(1000, 512)
-    random = np.random.default_rng(9)
-    with BatchEngine(
-        DEVICE, Memory(data), rows=1000, row_bytes=512, batch_rows=64, slots=4, workers=(1, 2)
-    ) as engine:
-        under_way: list[tuple[int, np.ndarray, np.ndarray]] = []
-        for n in range(1, 200):
-            if len(under_way) == 4:
-                ticket, ids, buffer = under_way.pop(0)
-                engine.wait("prefetch", ticket)
-                np.testing.assert_array_equal(buffer, data[ids])
-            ids = random.integers(0, 1000, random.integers(0, 64))
-            buffer = np.zeros((ids.size, 512), np.uint8)
-            ticket = engine.submit("prefetch", ids, buffer.ctypes.data)
-            assert ticket == n
-            under_way.append((ticket, ids, buffer))
-        for ticket, *_ in under_way:
-            engine.wait("prefetch", ticket)
-        stats = engine.stats
-        assert stats["prefetch"]["batches"] == 199
-        assert stats["prefetch"]["failed"] == 0
-
-
 def test_a_full_pipeline_is_refused_and_says_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(4096))
     plan = FaultPlan.parse("read delay=300000us")
@@ -595,33 +568,6 @@ def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
     engine.wait("prefetch", engine.submit("prefetch", [3], buffer.ctypes.data))
     np.testing.assert_array_equal(buffer, data[3 * 512 : 4 * 512])
     engine.close()
-
-
-def test_a_killed_process_leaves_whole_blocks_of_rows(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    path.write_bytes(bytes(256 * 4096))
-    program = f"""
-import numpy as np
-from flashwarp.device import CpuDevice
-from flashwarp.pipeline.engine import BatchEngine
-from flashwarp.storage import File
-engine = BatchEngine(CpuDevice(), File({str(path)!r}, writable=True), rows=256, row_bytes=4096,
-                     batch_rows=256, directions=("write_back",))
-print("on", flush=True)
-n = 0
-while True:
-    n = n % 255 + 1
-    source = np.full((256, 4096), n, np.uint8)
-    engine.wait("write_back", engine.submit("write_back", range(256), source.ctypes.data))
-"""
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "on\n"
-        time.sleep(0.3)
-        process.send_signal(signal.SIGKILL)
-    found = np.fromfile(path, np.uint8).reshape(256, 4096)
-    assert (found == found[:, :1]).all()
 
 
 def test_a_request_for_too_many_rows_fails_whole_and_the_next_one_runs() -> None:

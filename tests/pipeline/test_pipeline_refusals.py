@@ -87,6 +87,11 @@ def test_rows_out_of_range(pipeline: fw.Pipeline, ids: Any) -> None:
     assert pipeline.in_flight == 0
 
 
+def test_more_rows_than_a_batch_has(pipeline: fw.Pipeline) -> None:
+    with pytest.raises(ArgumentError, match="batch_rows=8"):
+        pipeline.prefetch(range(9))
+
+
 @pytest.mark.parametrize(
     "ids",
     [[1.5], np.array([1.0]), np.array(["1"]), np.array([[1]]), "1", None, {1}, np.array(1), 3],

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.errors import BoundsError, StorageError
-from flashwarp.storage import File, Memory, Striped
-from flashwarp.testing.faults import Faulty
+from flashwarp.storage import Memory, Striped
 
 ROWS, WIDTH = 2000, 128
 
@@ -33,30 +31,6 @@ def test_modelled_drives_serve_the_workers() -> None:
         with fw.Pipeline(x, 100, workers=2) as p:
             for rows, ids in p.iterate(np.array([k, 2 * k, 5 * k]) for k in range(300)):
                 np.testing.assert_array_equal(rows, values()[ids])
-
-
-def test_a_batch_that_fails_raises_at_its_own_take(tmp_path: Path) -> None:
-    values().tofile(tmp_path / "f")
-    storage = Faulty(File(tmp_path / "f"), "read eio bytes=51200-51201")
-    with opened(storage, "r") as x, fw.Pipeline(x, 8, depth=3, workers=1) as p:
-        for ids in ([0, 1], [99, 100, 101], [500]):
-            p.prefetch(ids)
-        np.testing.assert_array_equal(p.take(), values()[:2])
-        with pytest.raises(StorageError):
-            p.take()
-        np.testing.assert_array_equal(p.take(), values()[500:501])
-        with pytest.raises(BoundsError):
-            p.prefetch([ROWS])
-
-
-def test_the_end_with_batches_in_flight(tmp_path: Path) -> None:
-    values().tofile(tmp_path / "f")
-    with opened(File(tmp_path / "f", writable=True)) as x:
-        p = fw.Pipeline(x, 8, workers=1)
-        p.prefetch([1])
-        p.write_back([2], np.zeros((1, WIDTH), np.float32))
-        p.close()
-        assert not x[2].any()
 
 
 @pytest.mark.parametrize("o_direct", [False, True])

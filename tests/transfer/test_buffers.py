@@ -56,16 +56,6 @@ class Copy:
         return self.ended
 
 
-def test_the_budget_is_a_limit_of_bytes(device: CpuDevice) -> None:
-    with TransferClient(device, "tests", "1 MiB", "300 KiB", reserved=True) as ring:
-        held = [ring.take() for _ in range(3)]
-
-        assert ring.try_take() is None
-        assert ring.buffers == len(held) == 3
-        assert ring.allocated_bytes <= 1 << 20
-        assert ring.failure is None
-
-
 def test_a_budget_below_one_buffer_is_refused(device: CpuDevice) -> None:
     with pytest.raises(ArgumentError, match="no room for one buffer of 8192 bytes"):
         TransferClient(device, "tests", 4096, 8192)
@@ -131,35 +121,6 @@ def test_who_waits_gets_a_buffer_before_who_tries(device: CpuDevice) -> None:
         again = ring.try_take()
         assert again is not None
         again.release()
-
-
-def test_a_buffer_in_a_copy_is_not_lent_again(device: CpuDevice) -> None:
-    with reserved(device, 1) as ring:
-        buffer, first, second = ring.take(), Copy(), Copy()
-        buffer.joins(first)
-        buffer.joins(second)
-        buffer.release()
-
-        assert ring.try_take() is None
-        first.ended = True
-        assert ring.try_take() is None
-        second.ended = True
-
-        assert ring.try_take() is not None
-
-
-def test_the_last_holder_gives_it_back(device: CpuDevice) -> None:
-    with reserved(device, 1) as ring:
-        buffer = ring.take()
-        assert buffer.retain() is buffer
-
-        buffer.release()
-        assert not buffer.released
-        assert ring.try_take() is None
-        buffer.release()
-
-        assert buffer.released
-        assert ring.try_take() is not None
 
 
 def test_a_released_buffer_cannot_be_used(device: CpuDevice) -> None:
@@ -399,15 +360,6 @@ def test_a_block_that_came_back_is_lent_again(blocks: TransferClient) -> None:
     assert blocks.allocated_bytes == 3 * MIB
 
 
-def test_a_block_in_use_is_not(blocks: TransferClient) -> None:
-    held = blocks.take(3 * MIB)
-
-    other = blocks.take(3 * MIB)
-    assert other.address != held.address
-    with pytest.raises(DeviceTimeout, match="of 8388608 bytes 6291456 are held"):
-        blocks.take(6 * MIB, timeout_s=0.02)
-
-
 def test_free_blocks_that_do_not_fit_make_room(blocks: TransferClient) -> None:
     blocks.take(5 * MIB).release()
 
@@ -418,22 +370,6 @@ def test_free_blocks_that_do_not_fit_make_room(blocks: TransferClient) -> None:
 def test_more_than_the_budget_is_refused_at_once(blocks: TransferClient) -> None:
     with pytest.raises(ArgumentError, match="8388609 bytes are more than the budget of 8388608"):
         blocks.take(8 * MIB + 1)
-
-
-def test_after_close_a_block_that_is_held_stays(blocks: TransferClient) -> None:
-    held = blocks.take(MIB)
-    data = held.as_numpy()
-    data[:] = 3
-
-    blocks.close()
-    blocks.close()
-
-    assert (data == 3).all()
-    with pytest.raises(ClosedError, match="of tests were closed"):
-        blocks.take(1)
-    del data, held
-    gc.collect()
-    assert blocks.allocated_bytes == 0
 
 
 @settings(max_examples=50, deadline=None)
@@ -517,11 +453,6 @@ def test_who_holds_a_buffer_does_not_wait_for_another(device: CpuDevice) -> None
         with pytest.raises(DeviceError, match=r"holds 2 transfer buffers would wait for another"):
             first.take()
         assert held
-
-
-def test_who_holds_a_buffer_gets_one_that_is_free(device: CpuDevice) -> None:
-    with client(device, 2) as two:
-        assert two.take().address != two.take().address
 
 
 def test_another_thread_may_wait_for_what_this_one_holds(device: CpuDevice) -> None:
