@@ -29,7 +29,7 @@ NATIVE := $(shell find native -name '*.cpp' -o -name '*.h') \
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
   $(wildcard tests/simulator/*.cpp tests/simulator/*.h tests/simulator/scenarios/*.cpp) \
   $(wildcard tests/qemu/suites/*.cpp tests/qemu/suites/*.cu)
-CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS) $(shell find benchmarks -name "*.c*" ! -name "*.py*")
+CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS) $(shell find benchmarks demo -name "*.c*" ! -name "*.py*")
 
 .PHONY: help demo test test-all check bench bench-test lint format native-test tsan asan \
   qemu-test models simulate cost wheel docs clean
@@ -38,7 +38,7 @@ help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 demo: $(VENV)/demo.stamp  ## Show what flashwarp does, on the GPU or the CPU
-	$(BIN)/flashwarp demo $(ARGS)
+	$(BIN)/python -m demo $(ARGS)
 
 # Side by side what waits for a disk, one core or a thread: the sanitizers' programs are compiled
 # while lint runs, and run while others are compiled. Then pytest, alone, since some tests count on
@@ -132,7 +132,7 @@ docs: $(VENV)/docs.stamp  ## Build the documentation into docs/_build
 clean:  ## Remove what these targets made, .venv included
 	rm -rf $(VENV) build docs/_build
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find src benchmarks tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src benchmarks demo tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment. Three steps with a stamp each: the venv, the extension, the extras of a target.
 

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
+from benchmarks.graphs.reference import UNREACHED, check_components, check_distances
 from flashwarp import graphs
 from flashwarp.device import Device
-from flashwarp.graphs.reference import UNREACHED, check_components, check_distances
 from flashwarp.graphs.rows import RowsStruct
 from flashwarp.program.compiling import Program
 

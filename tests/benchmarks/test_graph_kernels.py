@@ -7,12 +7,19 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
+from benchmarks.graphs.reference import (
+    UNREACHED,
+    check_components,
+    check_distances,
+    reference_components,
+    reference_distances,
+)
 from benchmarks.graphs.solve import KERNELS, Components, Product, Reader, Search
 from flashwarp import graphs
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError, ClosedError
 from flashwarp.graphs import Edges, EdgeSource, Rows
-from flashwarp.graphs.reference import reference_components, reference_distances
+from support.small_graphs import rows_of, text_graph
 
 WAYS = ["cached", "in_place", "plain", "by_warp", "naive", "uncached"]
 
@@ -260,3 +267,63 @@ def test_array_that_is_not_the_lists_of_the_graph_is_refused(tmp_path, kron):
         pytest.raises(ArgumentError, match="4 elements"),
     ):
         Rows(kron, other)
+
+
+# References.
+
+
+def test_reference_of_scipy_agrees_with_a_plain_search(tmp_path):
+    graph = graphs.load("kron:9", tmp_path, seed=8)
+    source = graph.pick_sources(1, seed=1)[0]
+    rows = rows_of(graph)
+    expected = np.full(graph.vertices, UNREACHED, dtype=np.uint32)
+    expected[source] = 0
+    queue = [source]
+    for vertex in queue:
+        for other in rows[vertex]:
+            if expected[other] == UNREACHED:
+                expected[other] = expected[vertex] + 1
+                queue.append(other)
+
+    distances = reference_distances(graph.matrix(), source)
+
+    np.testing.assert_array_equal(distances, expected)
+
+
+def test_reference_component_is_the_smallest_vertex(tmp_path):
+    graph = text_graph(tmp_path, "5 1\n3 4\n2 5\n")
+
+    assert reference_components(graph.matrix()).tolist() == [0, 1, 1, 3, 3, 1]
+
+
+@pytest.mark.parametrize("kind", ["kron", "urand"])
+@pytest.mark.parametrize("by_degree", [False, True])
+def test_rules_hold_for_the_right_distances_and_for_no_others(
+    tmp_path, monkeypatch, kind, by_degree
+):
+    monkeypatch.setattr("benchmarks.graphs.reference._PART_ENTRIES", 1000)
+    graph = graphs.load(f"{kind}:9", tmp_path, by_degree=by_degree)
+    source = graph.pick_sources(1, seed=1)[0]
+    right = reference_distances(graph.matrix(), source)
+    random = np.random.default_rng(3)
+
+    assert check_distances(graph, source, right)
+    for _ in range(50):
+        wrong = right.copy()
+        vertex = random.choice(np.flatnonzero(graph.by_label(graph.degrees) > 0))
+        wrong[vertex] = random.choice([d for d in range(6) if d != right[vertex]])
+        assert not check_distances(graph, source, wrong)
+    farther = np.where(right == UNREACHED, right, right * 2).astype(np.uint32)
+    assert not check_distances(graph, source, farther)
+    lost = np.full_like(right, UNREACHED)
+    lost[source] = 0
+    assert not check_distances(graph, source, lost)
+
+
+def test_rules_for_components_find_edges_between_them(tmp_path):
+    graph = text_graph(tmp_path, "0 1\n1 2\n3 4\n")
+
+    for one in (graph, graphs.by_degree(graph, tmp_path / "ordered")):
+        assert check_components(one, np.array([0, 0, 0, 3, 3], np.uint32))
+        for wrong in ([0, 0, 2, 3, 3], [0, 0, 0, 4, 4], [1, 1, 1, 3, 3], [0, 0, 1, 3, 3]):
+            assert not check_components(one, np.array(wrong, np.uint32))

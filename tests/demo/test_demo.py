@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
+from demo import features, graph, table
+from demo.__main__ import run
+from demo.check import CheckFailed, check_equal
+from demo.progress import Steps
+from demo.report import DemoResult, as_dict, draw, text
 from flashwarp import graphs
 from flashwarp.cli.main import main
-from flashwarp.demo import features, graph, table
-from flashwarp.demo.check import CheckFailed, check_equal
-from flashwarp.demo.progress import Steps
-from flashwarp.demo.report import DemoResult, as_dict, draw, text
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError, FileFormatError
 from flashwarp.probe.disk import (
@@ -472,9 +473,9 @@ def test_small_demo_end_to_end(tmp_path, cpu, steps, flights, monkeypatch, gpu):
 
 def run_command(monkeypatch, tmp_path, *arguments):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["flashwarp", "demo", "--dir", str(tmp_path), *arguments])
+    monkeypatch.setattr("sys.argv", ["demo", "--dir", str(tmp_path), *arguments])
     with pytest.raises(SystemExit) as exit_:
-        main()
+        main(run)
     return exit_.value.code
 
 

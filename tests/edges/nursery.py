@@ -58,7 +58,8 @@ class Outcome:
 
 def run(programs: Iterable[Program], folder: Path) -> Generator[Outcome, None, None]:
     """Run the programs one after the other, each in a folder of its own below `folder`."""
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "PYTHONFAULTHANDLER": ""}
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONFAULTHANDLER": ""}
     nursery = subprocess.Popen(
         [sys.executable, __file__, str(folder)],
         stdin=subprocess.PIPE,

@@ -103,8 +103,8 @@ def test_the_demo_runs_without_knowing_the_page_cache(run_program: nursery.Run) 
 from pathlib import Path
 from edges import seccomp
 import errno
-from flashwarp.demo import features
-from flashwarp.demo.progress import Steps
+from demo import features
+from demo.progress import Steps
 seccomp.refuse(["mincore", "cachestat", "fadvise64"], errno.EPERM)
 size = features.FeatureSize(4096, 1024, 2 << 20, (1, 256), 0.01, 256, 4)
 result = features.run(Path("."), size, fw.device.CpuDevice(2), Steps(None))

@@ -15,8 +15,8 @@ trap 'rm -rf "$site"' EXIT
 # Users of wheels have the built-in kernels compiled for their GPU.
 gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | tr -d . | sort -u | paste -sd ';')
 FLASHWARP_CUBINS=${FLASHWARP_CUBINS-$gpus} "$python" -m pip install --quiet --no-index --no-build-isolation --no-deps --target "$site" .
-# The tests of a GPU share models with those beside them.
-export PYTHONPATH="$site:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
+# The tests of a GPU share models with those beside them, and kernels with the demo.
+export PYTHONPATH="$site:$PWD/tests:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 half=$(($(nproc) / 2))
 processes=${TEST_PROCESSES:-$((half < 8 ? half : 8))}

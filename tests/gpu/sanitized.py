@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 import flashwarp as fw
+from demo.graph import BreadthFirstSearch
 from flashwarp import graphs
 from flashwarp._jit import compiler
-from flashwarp.demo.graph import BreadthFirstSearch
 
 KERNELS = """
 #include "flashwarp/array.cuh"

@@ -11,10 +11,10 @@ import pytest
 
 import flashwarp as fw
 from benchmarks.arrays.arrays import ReduceParams, load_kernels
+from benchmarks.graphs.reference import reference_distances
+from demo.graph import BreadthFirstSearch
+from demo.table import filtered_sums, reference_sums
 from flashwarp import graphs
-from flashwarp.demo.graph import BreadthFirstSearch
-from flashwarp.demo.table import filtered_sums, reference_sums
-from flashwarp.graphs.reference import reference_distances
 
 pytestmark = pytest.mark.gpu
 

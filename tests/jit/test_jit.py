@@ -101,7 +101,7 @@ def test_built_in_kernel_compiles_alone(name: str, arch: str, cache: ArtifactCac
 # They were built in once; on the CPU device their own tests compile them.
 @pytest.mark.parametrize(
     "name",
-    ["src/flashwarp/demo/query.cu", "benchmarks/drives/drives.cuh", "benchmarks/arrays/arrays.cu"],
+    ["demo/query.cu", "benchmarks/drives/drives.cuh", "benchmarks/arrays/arrays.cu"],
 )
 def test_kernels_of_benchmarks_and_demo_compile(name: str, cache: ArtifactCache) -> None:
     source = compiler.Source.read(Path(__file__).parents[2] / name)

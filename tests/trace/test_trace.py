@@ -229,7 +229,7 @@ def test_plot_without_matplotlib_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = compare(make("loop", accesses=3000), policies=("lru",), ways=4)
 
-    with pytest.raises(MissingFileError, match=r"pip install 'flashwarp\[demo\]'"):
+    with pytest.raises(MissingFileError, match=r"pip install 'flashwarp\[plot\]'"):
         plot([result], tmp_path / "x.png")
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
+from benchmarks.graphs.reference import reference_components, reference_distances
 from flashwarp import graphs
-from flashwarp.graphs.reference import reference_components, reference_distances
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = {

@@ -75,9 +75,9 @@ def test_python_block_runs(block: str, run_block: Callable[[str], str]) -> None:
 
 
 def modules_with_examples() -> list[str]:
-    package = Path(flashwarp.__file__).parent
     return [
         ".".join(path.relative_to(package.parent).with_suffix("").parts)
+        for package in (Path(flashwarp.__file__).parent, ROOT / "demo")
         for path in sorted(package.rglob("*.py"))
         if re.search(r"^\s*>>> ", path.read_text(), re.MULTILINE)
     ]

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "src" / "flashwarp"
 HEADERS = PACKAGE / "include" / "flashwarp"
 
 # Rooms that measure, show and test: what the product may not need.
-NO_PRODUCT = {"cli", "demo", "graphs", "probe", "testing", "trace"}
+NO_PRODUCT = {"cli", "graphs", "probe", "testing", "trace"}
 
 TOP_MODULES_MAX = 10
 
@@ -31,6 +31,7 @@ TOP_MODULES_MAX = 10
 # end, of the tree itself; and tests that need more than Python and g++.
 TESTS_BESIDE_ROOMS = {
     "benchmarks",
+    "demo",
     "edges",
     "gpu",
     "ground",
@@ -308,7 +309,7 @@ MAY_BE_LOST = {
     ("lease.py", "_keeper.start()"): "not a thread: it starts one, as it should",
 }
 # Programs of their own, which a signal ends.
-ARE_PROGRAMS = {"demo", "probe", "testing"}
+ARE_PROGRAMS = {"probe", "testing"}
 
 
 def locks_lost_to_signals(text: str) -> Iterator[str]:

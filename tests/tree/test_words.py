@@ -39,7 +39,7 @@ ROOMS = {
     ],
     # One thread of a warp.
     "lane": [
-        *(HEADERS, "src/flashwarp/kernels", "src/flashwarp/demo/query.cu", f"{TORCH}/sampling.cu"),
+        *(HEADERS, "src/flashwarp/kernels", f"{TORCH}/sampling.cu"),
         *("src/flashwarp/array/client.py", "src/flashwarp/cache/cache.py"),
         *("src/flashwarp/table/lookup.py", "native/base/fault_guard.cpp"),
         "native/bind/layouts.cpp",
@@ -51,7 +51,6 @@ ROOMS = {
         "native/bind/layouts.cpp",
         *("src/flashwarp/interop/c_abi.py", "src/flashwarp/interop/numba"),
         *(f"{TORCH}/loader.py", f"{TORCH}/sampling.py"),
-        "src/flashwarp/demo/features.py",
     ],
 }
 

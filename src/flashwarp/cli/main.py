@@ -17,7 +17,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import TextIO
 
@@ -28,7 +28,6 @@ __all__ = ["COMMANDS", "main", "run"]
 
 COMMANDS = {
     "doctor": "Report what works on this machine, what does not, and why.",
-    "demo": "Gather rows, search a graph and query a table, and check every answer.",
     "bench": "Measure what this machine gives, and what flashwarp reaches on it.",
     "graph": "Make graphs on disk, and look at them.",
     "file": "Make, check and convert GVDK images; show where files lie on devices.",
@@ -54,6 +53,8 @@ def run(arguments: Sequence[str]) -> None:
         if each == name:
             rest = arguments[arguments.index(each) + 1 :]
             importlib.import_module(f"flashwarp.cli.{each}").add_arguments(parser, rest)
+    if name == "demo":
+        top.error("the demo lives in the repository of flashwarp: run `make demo` in a clone")
     if not arguments:
         top.print_help(sys.stderr)
         sys.exit(2)
@@ -61,15 +62,15 @@ def run(arguments: Sequence[str]) -> None:
     options.run(options)
 
 
-def main() -> None:
-    """Run the command line of this process; exits with its code."""
+def main(act: Callable[[Sequence[str]], None] = run) -> None:
+    """Run the command line of this process, or `act` with its words; exits with its code."""
     _open_standard_streams()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # and not ignored, as under nohup
             signal.signal(number, _end)
     try:
         try:
-            run(sys.argv[1:])
+            act(sys.argv[1:])
         finally:
             sys.stdout.flush()
     except (FlashwarpError, OSError) as error:

@@ -1,4 +1,5 @@
 """What a machine reaches without us, and how that is measured and reported.
 
-Used by `flashwarp demo`, `doctor` and `bench`; nothing that arrays need imports it.
+Used by `flashwarp doctor` and `bench`, and by the demo and the benchmarks of the repository;
+nothing that arrays need imports it.
 """

@@ -134,7 +134,7 @@ def plot(comparisons: Sequence[Comparison], path: str | os.PathLike[str]) -> Non
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        why = "the plot needs matplotlib: pip install 'flashwarp[demo]'"
+        why = "the plot needs matplotlib: pip install 'flashwarp[plot]'"
         raise MissingFileError(why) from error
     columns = min(2, len(comparisons))
     rows = -(-len(comparisons) // columns)

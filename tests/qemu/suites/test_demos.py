@@ -7,8 +7,8 @@ import runpy
 import numpy as np
 import pytest
 
+from benchmarks.graphs.reference import reference_distances
 from flashwarp import graphs
-from flashwarp.graphs.reference import reference_distances
 from qemu.image import ROOT
 from qemu.suites.machines import HOLDING, ROUGH
 from qemu.suites.ways import array, each_way

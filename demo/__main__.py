@@ -1,4 +1,4 @@
-"""`flashwarp demo`: three real uses, checked and compared, in under half a minute.
+"""`python -m demo`: three real uses, checked and compared, in under half a minute.
 
 Runs on the GPU if there is one. A result that differs from the reference raises `CheckFailed`,
 which ends the command with status 1 and says what differed.
@@ -20,19 +20,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from demo import features, graph, table
+from demo.progress import Steps
+from demo.report import DemoResult, as_dict, draw, text
+from flashwarp.cli.main import main
+from flashwarp.cli.parser import Parser
 from flashwarp.config import cores
+from flashwarp.device import Device, resolve
 from flashwarp.errors import MissingFileError, PathError
+from flashwarp.probe.link import compile_pull
 
-if TYPE_CHECKING:
-    from flashwarp.cli.parser import Parser
-    from flashwarp.demo.progress import Steps
-    from flashwarp.demo.report import DemoResult
-    from flashwarp.device import Device
-
-__all__ = ["add_arguments"]
-
+__all__ = ["run"]
 
 _PREFIX, _KEPT = "flashwarp-running-demo-", "flashwarp-demo-"
 _YOUNG_S = 60
@@ -51,12 +50,15 @@ Next: `flashwarp doctor` reports what works on this machine, `flashwarp bench` m
 README has ten lines to start from."""
 
 
-def add_arguments(parser: Parser, _: Sequence[str]) -> None:
-    """Give `parser` the options of this command."""
-    parser.description = (
-        "Gather rows, search a graph and query a table, from files that are larger than the cache. "
-        "Every answer is checked against numpy or scipy in the same run. Ends with a picture, "
-        "flashwarp-demo.png, in DIR or the current directory."
+def run(arguments: Sequence[str]) -> None:
+    """Run the demo as a command line says."""
+    parser = Parser(
+        prog="python -m demo",
+        description=(
+            "Gather rows, search a graph and query a table, from files that are larger than the "
+            "cache. Every answer is checked against numpy or scipy in the same run. Ends with a "
+            "picture, flashwarp-demo.png, in DIR or the current directory."
+        ),
     )
     parser.add_argument("--device", default="auto", help="Where kernels run: auto, cpu or cuda:N.")
     parser.add_argument(
@@ -72,15 +74,10 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
     parser.add_argument(
         "--json", action="store_true", help="Print the results as JSON, and the rest to stderr."
     )
-    parser.set_defaults(run=_demo)
+    _demo(parser.parse_args(arguments))
 
 
 def _demo(options: argparse.Namespace) -> None:
-    # Imported here: the help of all commands stays fast.
-    from flashwarp.demo.progress import Steps
-    from flashwarp.demo.report import as_dict, draw, text
-    from flashwarp.device import resolve
-
     _check_packages()
     device = resolve(None if options.device == "auto" else options.device)
     out = sys.stderr if options.json else sys.stdout
@@ -122,10 +119,6 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _run(files: Path, size: str, device: Device, steps: Steps) -> DemoResult:
-    from flashwarp.demo import features, graph, table
-    from flashwarp.demo.report import DemoResult
-    from flashwarp.probe.link import compile_pull
-
     start = time.perf_counter()
     # Before any file is made: a missing compiler is reported at once, and no figure contains it.
     with steps.step("compile the kernels, or load what an earlier run compiled"):
@@ -183,7 +176,7 @@ def _check_packages() -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingFileError(
-            f"the demo needs {', '.join(missing)}: pip install 'flashwarp[demo]'"
+            f"the demo needs {', '.join(missing)}: `make demo` installs what it needs"
         )
 
 
@@ -196,3 +189,7 @@ def _check_room(files: Path, size: str) -> None:
             "another disk with --dir",
             str(files),
         )
+
+
+if __name__ == "__main__":
+    main(run)

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashwarp.demo.features import MEMMAP, OURS, FeaturesResult, Rate
-from flashwarp.demo.graph import GraphResult
-from flashwarp.demo.table import TableResult
+from demo.features import MEMMAP, OURS, FeaturesResult, Rate
+from demo.graph import GraphResult
+from demo.table import TableResult
 from flashwarp.errors import MissingFileError
 from flashwarp.probe.text import aligned, binary, thousands
 

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
-from flashwarp.demo.check import check_equal
-from flashwarp.demo.progress import Steps
+from demo.check import check_equal
+from demo.progress import Steps
 from flashwarp.device import Device
 from flashwarp.device.memory import DeviceArray
 from flashwarp.errors import DeviceError

@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
+from demo.check import CheckFailed, check_equal
+from demo.progress import Steps
 from flashwarp._jit.compiler import Source
 from flashwarp._jit.program import LoadedKernel
-from flashwarp.demo.check import CheckFailed, check_equal
-from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.launch.rows import ArrayStruct

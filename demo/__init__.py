@@ -7,8 +7,8 @@ run kernels that read arrays on demand.
 
 from __future__ import annotations
 
-from flashwarp.demo.check import CheckFailed
-from flashwarp.demo.graph import BreadthFirstSearch
-from flashwarp.demo.table import filtered_sums
+from demo.check import CheckFailed
+from demo.graph import BreadthFirstSearch
+from demo.table import filtered_sums
 
 __all__ = ["BreadthFirstSearch", "CheckFailed", "filtered_sums"]

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
+from benchmarks.graphs.reference import UNREACHED, reference_distances
+from demo.check import check_equal
+from demo.progress import Steps
 from flashwarp import graphs
-from flashwarp.demo.check import check_equal
-from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
-from flashwarp.graphs.reference import UNREACHED, reference_distances
 from flashwarp.policy import CLOCK, Policy
 from flashwarp.probe.disk import direct_reads_work, drop_page_cache
 
