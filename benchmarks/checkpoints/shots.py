@@ -33,7 +33,8 @@ from benchmarks.checkpoints.state import (
 )
 from flashwarp.checkpoint import system
 from flashwarp.checkpoint.capture import Bytes
-from flashwarp.checkpoint.mover import Mover, Pending, Reader, Writer
+from flashwarp.checkpoint.directory import VersionReader, VersionWriter
+from flashwarp.checkpoint.mover import Mover, Pending
 from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.report import CheckpointStats
 from flashwarp.checkpoint.tier import Entry, Tier
@@ -166,11 +167,13 @@ def limited_mover(links: Links) -> type[Mover]:
             take("reads", memoryview(buffer).nbytes, began_ns)
 
     class Limited(Mover):
-        def _store(self, parts: Any, writer: Writer, *args: Any, **options: Any) -> bool:
-            return super()._store(parts, Storage(writer), *args, **options)
+        def _store(self, parts: Any, writer: VersionWriter, *args: Any, **options: Any) -> bool:
+            limited: Any = Storage(writer)
+            return super()._store(parts, limited, *args, **options)
 
-        def _load(self, parts: Any, reader: Reader, *args: Any, **options: Any) -> bool:
-            return super()._load(parts, Storage(reader), *args, **options)
+        def _load(self, parts: Any, reader: VersionReader, *args: Any, **options: Any) -> bool:
+            limited: Any = Storage(reader)
+            return super()._load(parts, limited, *args, **options)
 
         def moved(self, link: str, nbytes: int, began_ns: int) -> None:
             if link in lines:

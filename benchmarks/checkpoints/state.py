@@ -367,20 +367,19 @@ def add_decision(report: Record, runs: int) -> None:
     """Add how often a second the score chooses among many fragments."""
     rng = np.random.default_rng(1)
     block = 1 << 20
-    table = FragmentTable(_BLOCKS * block)
+    table, score = FragmentTable(_BLOCKS * block), Score()
     now_ns = time.monotonic_ns()
     for number in range(_BLOCKS):
-        window = table.fit(block)
+        window = score.choose(table, block, now_ns)
         assert window is not None
         table.take(window, block, number)
         waits = 0 if rng.random() < 0.5 else now_ns + int(rng.integers(1, 10**9))
         table.set(number, ready_ns=waits, urgency=int(rng.integers(0, 1 << 40)))
     for number in range(1, _BLOCKS, 8):
         table.free(number)
-        window = table.fit(block)
+        window = score.choose(table, block, now_ns)
         assert window is not None
         table.take(window, block // 2, number)
-    score = Score()
     times = []
     for _ in range(runs * 200):
         began_ns = time.perf_counter_ns()

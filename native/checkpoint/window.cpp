@@ -29,8 +29,7 @@ class SlidingMaximum {
 };
 
 int64_t wait_for(const Fragments& table, size_t index, const WindowRequest& request) {
-  if (table.urgency[index] <= request.keep_urgency) return kNever;
-  if (table.pinned[index] != 0 && !request.waits_for_restores) return kNever;
+  if (table.urgency[index] <= request.keep_urgency || table.pinned[index] != 0) return kNever;
   const int64_t ready = table.ready_ns[index];
   if (ready == 0 || ready == kNever) return ready;
   // An estimate that has passed is still no evictable fragment: the wait is short, not none.

@@ -24,7 +24,7 @@ struct Fragments {
   const int64_t* ready_ns;
   // Larger: needed later.
   const int64_t* urgency;
-  // 1: only a restore can free it.
+  // 1: only a restore can free it, and the thread that restores may not wait for that.
   const int64_t* pinned;
   size_t count;
 };
@@ -34,8 +34,6 @@ struct WindowRequest {
   int64_t now_ns;
   // Versions of this urgency or less are not given up.
   int64_t keep_urgency;
-  // Whether the caller may wait for restores. The thread that restores may not.
-  bool waits_for_restores;
 };
 
 // Fragments [first, last), and what choosing them costs.

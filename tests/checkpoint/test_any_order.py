@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from checkpoint.faults import Faults, FaultyDirectory
+from checkpoint.fragments import check
 from flashwarp.checkpoint import system
 from flashwarp.checkpoint.checkpointer import Checkpointer
 from flashwarp.checkpoint.life import Fact
@@ -145,7 +146,7 @@ class AnyOrder(RuleBasedStateMachine):
         core = self.checkpointer._core
         with core.changed:
             for tier in core.tiers:
-                tier.table.check()
+                check(tier.table)
                 owners = [owner for owner in tier.table.owners() if owner is not None]
                 assert set(owners) == set(tier.lives)
             for entry in core.entries.values():

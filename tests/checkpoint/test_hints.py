@@ -32,23 +32,6 @@ def test_hints_come_in_their_order() -> None:
     assert queue.number(9) is None
 
 
-def test_numbers_do_not_change_when_the_queue_moves() -> None:
-    queue = queue_of(5, 6, 7)
-    before = queue.number(7)
-
-    queue.restored(5, ready=True)
-
-    assert queue.number(7) == before
-
-
-def test_a_version_may_be_hinted_twice() -> None:
-    queue = queue_of(1, 2, 1)
-
-    queue.restored(1, ready=True)
-
-    assert upcoming(queue) == [2, 1]
-
-
 def test_a_restore_out_of_order_leaves_earlier_hints() -> None:
     queue = queue_of(1, 2, 3)
 
@@ -98,13 +81,6 @@ def test_hints_of_discarded_versions_are_wrong() -> None:
 
     assert upcoming(queue) == [2]
     assert queue.card() == ScoreCard(hints=3, wrong=2, open=1)
-
-
-def test_hints_left_at_the_end_are_wrong() -> None:
-    queue = queue_of(1, 2)
-    queue.restored(1, ready=True)
-
-    assert queue.finish() == ScoreCard(hints=2, honoured=1, useful=1, wrong=1)
 
 
 def test_the_queue_has_a_bound() -> None:

@@ -44,12 +44,6 @@ def test_states_of_the_paper_derive_from_facts(walk: tuple[Event, ...], expected
     assert walked(*walk).state is expected
 
 
-def test_a_version_whose_flush_is_pending_can_be_read() -> None:
-    life = walked(*WRITTEN, Event.FLUSH)
-
-    assert life.allows(Event.READ)  # condition 2
-
-
 def test_what_a_hint_pinned_is_evictable_only_after_a_restore() -> None:
     life = walked(*FLUSHED, Event.PIN)
     assert not life.evictable  # condition 4
@@ -68,22 +62,6 @@ def test_a_discarded_version_needs_no_flush() -> None:
     life.apply(Event.FLUSH_FAILED)
 
     assert life.evictable  # condition 5
-
-
-def test_several_readers_end_one_by_one() -> None:
-    life = walked(*FLUSHED, Event.READ, Event.READ, Event.READ_DONE)
-    assert not life.evictable
-
-    life.apply(Event.READ_FAILED)
-
-    assert life.evictable
-    assert life.readers == 0
-
-
-def test_a_failed_flush_can_be_repeated() -> None:
-    life = walked(*WRITTEN, Event.FLUSH, Event.FLUSH_FAILED, Event.FLUSH, Event.FLUSHED)
-
-    assert life.state is State.FLUSHED
 
 
 def test_an_event_out_of_place_changes_nothing() -> None:

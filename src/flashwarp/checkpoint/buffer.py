@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flashwarp import _native
 from flashwarp.device.memory import align_up
 
-__all__ = ["ALIGNMENT", "GAP", "NEVER_NS", "Fragment", "FragmentTable", "Window"]
+__all__ = ["ALIGNMENT", "GAP", "NEVER_NS", "FragmentTable", "Window"]
 
 ALIGNMENT = 4096
 """Blocks begin at multiples of so many bytes, so that storage writes them past the page cache."""
@@ -25,21 +25,6 @@ GAP: int = _native.URGENCY_OF_GAP
 
 _COLUMNS = 6
 _ROWS_FIRST = 64
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """One fragment, for people and tests."""
-
-    key: Hashable | None  # whose block it is; None: a gap
-    # Place in the buffer, in bytes.
-    offset: int
-    nbytes: int
-    # 0 if it can be evicted now, else when it is expected to be, on the monotonic clock.
-    ready_ns: int
-    urgency: int  # the larger, the later it is needed; `GAP` for gaps
-    pinned: bool  # whether only a restore can free it
-    used: int  # number of the last use, for policies that go by recency
 
 
 @dataclass(frozen=True)
@@ -60,11 +45,10 @@ class FragmentTable:
     Examples
     --------
     >>> table = FragmentTable(1024)
-    >>> table.take(table.fit(512), 512, "a")
+    >>> table.take(Window(0, 1, 0, GAP, 0), 512, "a")
     0
-    >>> table.free("a")
-    >>> [(each.key, each.nbytes) for each in table.fragments()]
-    [(None, 1024)]
+    >>> table.owners()
+    ['a', None]
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -116,24 +100,10 @@ class FragmentTable:
         return 0 if key is None else self._arrivals[key]
 
     @property
-    def free_bytes(self) -> int:
-        """Bytes in gaps."""
-        return sum(int(self._rows[1, index]) for index, key in enumerate(self._keys) if key is None)
-
-    @property
     def largest_gap_bytes(self) -> int:
         """Bytes of the largest gap."""
         gaps = [int(self._rows[1, index]) for index, key in enumerate(self._keys) if key is None]
         return max(gaps, default=0)
-
-    def fit(self, nbytes: int) -> Window | None:
-        """Return the smallest gap that is large enough, or None."""
-        best: tuple[int, int] | None = None
-        for index, key in enumerate(self._keys):
-            size = int(self._rows[1, index])
-            if key is None and size >= nbytes and (best is None or size < best[0]):
-                best = size, index
-        return None if best is None else Window(best[1], best[1] + 1, 0, GAP, 0)
 
     def take(self, window: Window, nbytes: int, key: Hashable) -> int:
         """Give a window to a new owner, evicting who is in it; return the block's offset.
@@ -205,15 +175,6 @@ class FragmentTable:
         """Return the number of the last use of a block."""
         return int(self._rows[5, self._index(key)])
 
-    def fragment(self, index: int) -> Fragment:
-        """Return one fragment."""
-        offset, nbytes, ready_ns, urgency, pinned, used = map(int, self._rows[:, index])
-        return Fragment(self._keys[index], offset, nbytes, ready_ns, urgency, bool(pinned), used)
-
-    def fragments(self) -> list[Fragment]:
-        """Return all fragments in address order."""
-        return [self.fragment(index) for index in range(len(self))]
-
     def _index(self, key: Hashable) -> int:
         # The method: the function of numpy takes five times as long.
         return int(self._rows[0, : len(self._keys)].searchsorted(self._offsets[key]))
@@ -248,18 +209,3 @@ class FragmentTable:
             if key is not None:
                 self._offsets[key] = offset
         self._keys[first:last] = [key for key, _, _ in rows]
-
-    def check(self) -> None:
-        """Raise AssertionError unless all invariants hold."""
-        place = 0
-        for index, fragment in enumerate(self.fragments()):
-            assert fragment.offset == place, "fragments neither overlap nor leave bytes out"
-            assert fragment.nbytes > 0, "no fragment is empty"
-            place += fragment.nbytes
-            if fragment.key is None:
-                assert not self._gap_at(index + 1), "gaps are merged"
-                assert (fragment.ready_ns, fragment.urgency) == (0, GAP), "a gap is free"
-            else:
-                assert self._offsets[fragment.key] == fragment.offset, "owners are found"
-        assert place == self.nbytes, "the fragments cover the buffer"
-        assert len(self._offsets) == sum(key is not None for key in self._keys), "no owner is lost"

@@ -48,12 +48,6 @@ class RegionSet:
         self._device = device
         self._regions: dict[str, Protected] = {}
 
-    def __len__(self) -> int:
-        return len(self._regions)
-
-    def __iter__(self) -> Iterable[str]:
-        return iter(self._regions)
-
     def add(
         self, name: str, source: object, restore: Callable[[Any], object] | None = None
     ) -> None:
@@ -176,7 +170,7 @@ def describe(name: str, array: object, device: Device, *, writable: bool = False
     return Bytes(region, found.address, on_device, array, stream)
 
 
-def new_array(region: Region, device: Device, like: str = "numpy") -> Any:
+def new_array(region: Region, device: Device) -> Any:
     """Allocate an array for a stored region: of numpy, or on the device for its libraries."""
     dtype = numpy_dtype(region.dtype)
     if dtype is None:
@@ -184,9 +178,9 @@ def new_array(region: Region, device: Device, like: str = "numpy") -> Any:
             f"region {region.name!r} has dtype {region.dtype}, which numpy has not: pass an array "
             "for it in into="
         )
-    if device.kind == "cpu" and like == "numpy":
+    if device.kind == "cpu":
         return np.empty(region.shape, dtype)
-    return device.empty_like_library(like, region.shape, dtype)
+    return device.empty_like_library("numpy", region.shape, dtype)
 
 
 def _view(name: str, array: object, device: Device) -> tuple[str, ArrayView]:

@@ -333,7 +333,7 @@ class Core:
     def try_acquire(self, tier: Tier, entry: Entry, event: Event, keep_urgency: int) -> bool:
         """Take room in a tier if there is some now; for prefetches."""
         now_ns = self.now_ns()
-        window = tier.choose(entry.nbytes, now_ns, keep_urgency=keep_urgency)
+        window = tier.choose(entry.nbytes, now_ns, keep_urgency)
         if window is None or window.wait_ns != 0:
             return False
         self._take(tier, window, entry, event, now_ns)

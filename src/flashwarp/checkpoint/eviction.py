@@ -19,8 +19,8 @@ and gaps last. Deadlines are absolute, on the monotonic clock: a duration would 
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
@@ -55,19 +55,18 @@ class Urgency(enum.IntEnum):
         return Urgency.CONSUMED - used
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """Chooses which fragments a new version takes. Changes nothing, and waits for nothing."""
 
     name: str
 
+    @abstractmethod
     def choose(
         self,
         table: FragmentTable,
         nbytes: int,
         now_ns: int,
-        *,
         keep_urgency: int = -1,
-        waits_for_restores: bool = False,
     ) -> Window | None:
         """Return the best window, or None if no wait that the caller may wait leads to one.
 
@@ -82,13 +81,15 @@ class Policy(Protocol):
         keep_urgency : int
             Versions needed as soon as this, or sooner, are not given up. A prefetch passes the
             urgency of what it fetches.
-        waits_for_restores : bool
-            Whether the caller may wait for restores. The thread that restores may not: nobody else
-            would end its wait.
+
+        Notes
+        -----
+        What a hint has pinned is never chosen: the thread that would wait for its restore may be
+        the one to make it.
         """
 
 
-class Score:
+class Score(Policy):
     """The gap-aware sliding-window score; see the top of this module. O(fragments)."""
 
     name = "score"
@@ -98,9 +99,7 @@ class Score:
         table: FragmentTable,
         nbytes: int,
         now_ns: int,
-        *,
         keep_urgency: int = -1,
-        waits_for_restores: bool = False,
     ) -> Window | None:
         """Return the best window; `Policy.choose` describes the parameters."""
         _, sizes, ready_ns, urgency, pinned, _ = table.columns()
@@ -112,34 +111,27 @@ class Score:
             size=nbytes,
             now_ns=now_ns,
             keep_urgency=keep_urgency,
-            waits_for_restores=waits_for_restores,
         )
         return None if found is None else Window(*found)
 
 
-class _ByAge:
+class _ByAge(Policy):
     """Gives up versions in one order, whatever hints say, until they leave enough room.
 
     Of versions that cannot be evicted yet, it waits for those that come first in the order. It
     keeps what `keep_urgency` and pins protect: these are conditions, not preferences.
     """
 
-    name: str
-
     def choose(
         self,
         table: FragmentTable,
         nbytes: int,
         now_ns: int,
-        *,
         keep_urgency: int = -1,
-        waits_for_restores: bool = False,
     ) -> Window | None:
         """Return the window that is free first in this order; see `Policy.choose`."""
         _, sizes, ready_ns, urgency, pinned, _ = table.columns()
-        usable = (ready_ns != NEVER_NS) & (urgency > keep_urgency)
-        if not waits_for_restores:
-            usable &= pinned == 0
+        usable = (ready_ns != NEVER_NS) & (urgency > keep_urgency) & (pinned == 0)
         gaps = urgency == GAP
         taken = gaps & usable
         order = [index for index in np.argsort(self.age(table), kind="stable") if usable[index]]
@@ -159,9 +151,9 @@ class _ByAge:
                 )
         return None
 
+    @abstractmethod
     def age(self, table: FragmentTable) -> list[int]:
         """Return a number for each fragment; the smallest goes first."""
-        raise NotImplementedError
 
 
 def _window_in(

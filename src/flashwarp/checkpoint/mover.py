@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from flashwarp import endings
 from flashwarp.checkpoint.capture import Bytes
+from flashwarp.checkpoint.directory import VersionReader, VersionWriter
 from flashwarp.checkpoint.pieces import STORAGE_THREADS, Pieces
 from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.tier import Entry, Tier
@@ -28,7 +29,7 @@ from flashwarp.transfer import LinkBandwidth
 if TYPE_CHECKING:
     from flashwarp.transfer import Copy, CopyEngine, TransferBuffer, TransferClient
 
-__all__ = ["LINKS", "Mover", "Pending", "Reader", "Writer"]
+__all__ = ["LINKS", "Mover", "Pending"]
 
 LINKS = ("within", "down", "up", "to storage", "from storage", "to remote")
 """Links whose bandwidth is measured: inside the device or host memory, from the GPU cache to the
@@ -42,20 +43,6 @@ _STORED_BYTES = 4 << 20
 
 _LINK_BYTES_MIN = 64 << 10
 """Smaller copies say more about the latency of a link than about its bandwidth."""
-
-
-class Writer(Protocol):
-    """What takes the bytes of a new version; `directory.VersionWriter` is one."""
-
-    def write(self, region: Region, offset: int, buffer: Any) -> None:
-        """Store bytes of a region; blocks."""
-
-
-class Reader(Protocol):
-    """What gives the bytes of a stored version; `directory.VersionReader` is one."""
-
-    def read_into(self, region: Region, offset: int, buffer: Any) -> None:
-        """Read and verify bytes of a region; blocks."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +184,7 @@ class Mover(endings.Closing):
         self,
         tier: Tier,
         entry: Entry,
-        writer: Writer,
+        writer: VersionWriter,
         wanted: Callable[[], bool],
         ending: Callable[[], None] = lambda: None,
     ) -> bool:
@@ -212,7 +199,7 @@ class Mover(endings.Closing):
         ]
         return self._store(parts, writer, wanted, ending)
 
-    def store_arrays(self, sources: list[Bytes], writer: Writer) -> None:
+    def store_arrays(self, sources: list[Bytes], writer: VersionWriter) -> None:
         """Write a user's arrays to storage."""
         parts = [
             _Part(each.region, each.address, not each.on_device, each.stream, each)
@@ -223,7 +210,7 @@ class Mover(endings.Closing):
     def _store(
         self,
         parts: list[_Part],
-        writer: Writer,
+        writer: VersionWriter,
         wanted: Callable[[], bool],
         ending: Callable[[], None] = lambda: None,
     ) -> bool:
@@ -265,7 +252,7 @@ class Mover(endings.Closing):
         self,
         tier: Tier,
         entry: Entry,
-        reader: Reader,
+        reader: VersionReader,
         wanted: Callable[[], bool],
         ending: Callable[[], None] = lambda: None,
     ) -> bool:
@@ -278,7 +265,7 @@ class Mover(endings.Closing):
         return self._load(parts, reader, wanted, ending)
 
     def load_arrays(
-        self, reader: Reader, targets: list[Bytes], wanted: Callable[[], bool] = lambda: True
+        self, reader: VersionReader, targets: list[Bytes], wanted: Callable[[], bool] = lambda: True
     ) -> None:
         """Read regions from storage into a user's arrays, as long as they are wanted."""
         parts = [
@@ -295,7 +282,7 @@ class Mover(endings.Closing):
     def _load(
         self,
         parts: list[_Part],
-        reader: Reader,
+        reader: VersionReader,
         wanted: Callable[[], bool],
         ending: Callable[[], None] = lambda: None,
         filled: list[tuple[str, int]] | None = None,
@@ -323,7 +310,7 @@ class Mover(endings.Closing):
         return done
 
     def copy_stored(
-        self, entry: Entry, reader: Reader, writer: Writer, wanted: Callable[[], bool]
+        self, entry: Entry, reader: VersionReader, writer: VersionWriter, wanted: Callable[[], bool]
     ) -> bool:
         """Copy a stored version to another store; returns as `store_block`."""
         scratch = bytearray(min(_PIECE_BYTES, max(each.nbytes for each in entry.regions) or 1))

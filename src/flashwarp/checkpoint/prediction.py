@@ -7,23 +7,13 @@ clock that jumps back all the same makes one estimate late, and no estimate nega
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Protocol
 
-__all__ = ["Backlog", "Link", "RestoreInterval"]
+from flashwarp.transfer import LinkBandwidth
+
+__all__ = ["Backlog", "RestoreInterval"]
 
 # A new interval counts for a quarter: the estimate follows a change within about ten restores.
 _SHARE = 4
-
-
-class Link(Protocol):
-    """The measured bandwidth of a link; `flashwarp.transfer.LinkBandwidth` is one."""
-
-    @property
-    def bytes_per_second(self) -> int | None:
-        """The rate; None before the first transfer."""
-
-    def nanoseconds_for(self, nbytes: int) -> int | None:
-        """Return how long a transfer will take; None before the first transfer."""
 
 
 class RestoreInterval:
@@ -73,7 +63,7 @@ class Backlog:
     next.
     """
 
-    def __init__(self, link: Link, *, in_order: bool = True) -> None:
+    def __init__(self, link: LinkBandwidth, *, in_order: bool = True) -> None:
         self.link = link
         self.in_order = in_order
         self._queued: dict[Hashable, int] = {}

@@ -120,7 +120,7 @@ class Prefetcher:
         """Return whether the next slower cache fetches a version, so that this one need not."""
         if below.life(entry) is not None:
             return True
-        window = below.choose(entry.nbytes, self._core.now_ns(), keep_urgency=keep)
+        window = below.choose(entry.nbytes, self._core.now_ns(), keep)
         return window is not None and window.wait_ns == 0
 
     def _fetch(self, entry: Entry, source: Tier | None) -> None:

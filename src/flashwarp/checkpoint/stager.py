@@ -15,8 +15,9 @@ from functools import partial
 from flashwarp import endings
 from flashwarp.checkpoint.capture import Bytes
 from flashwarp.checkpoint.core import Core
+from flashwarp.checkpoint.directory import VersionWriter
 from flashwarp.checkpoint.life import Event
-from flashwarp.checkpoint.mover import Pending, Writer
+from flashwarp.checkpoint.mover import Pending
 from flashwarp.checkpoint.storing import Storing
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.checkpoint.workers import Crew
@@ -201,7 +202,7 @@ class Stager:
         """Write a version that no cache can take."""
         stopped: list[bool] = []
 
-        def store(writer: Writer, wanted: Callable[[], bool]) -> bool:
+        def store(writer: VersionWriter, wanted: Callable[[], bool]) -> bool:
             if wanted() and not stopped:
                 self._core.mover.store_arrays(sources, writer)
             return wanted()

@@ -181,18 +181,10 @@ class Tier:
         self,
         nbytes: int,
         now_ns: int,
-        *,
         keep_urgency: int = Urgency.KEEP_NONE,
-        waits_for_restores: bool = False,
     ) -> Window | None:
         """Return the best window for a version; see `eviction.Policy.choose`."""
-        return self.policy.choose(
-            self.table,
-            nbytes,
-            now_ns,
-            keep_urgency=int(keep_urgency),
-            waits_for_restores=waits_for_restores,
-        )
+        return self.policy.choose(self.table, nbytes, now_ns, int(keep_urgency))
 
     def take(self, window: Window, entry: Entry, event: Event, now_ns: int) -> list[Entry]:
         """Give a window that is free now to a version, and return what was evicted.
