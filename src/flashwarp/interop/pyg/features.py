@@ -139,7 +139,7 @@ class FeatureStore(_FeatureStore):  # type: ignore[misc]
     def _get_tensor(self, attr: TensorAttr) -> Any:
         array = self._array(attr)
         index = _rows_of(attr.index, len(array))
-        place = _place_of(array)
+        place = operators.torch_device(array.device)
         if isinstance(attr.index, np.ndarray):
             return array[attr.index]
         if isinstance(index, torch.Tensor):
@@ -223,8 +223,3 @@ def _rows_of(index: Any, rows: int | None) -> torch.Tensor | slice | None:
             raise ArgumentError(f"a mask of shape {tuple(found.shape)} for {rows} rows")
         return found.nonzero().view(-1)
     return found
-
-
-def _place_of(array: Array) -> torch.device:
-    device = array.device
-    return torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.ordinal)

@@ -7,6 +7,7 @@ those that it needs. If the array is writable, backward leaves the gradients of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any, Literal, Self, TypeAlias
 
@@ -19,8 +20,8 @@ from flashwarp.device import Device, stream_handle
 from flashwarp.errors import ArgumentError, CopyError, DtypeError, ReadOnlyError
 from flashwarp.interop.torch.gradients import Kept, Part, look_up_bags, look_up_rows
 from flashwarp.interop.torch.lookups import COMPUTED, NUMBERS, TensorLookup, look_up
-from flashwarp.interop.torch.operators import check_plain
-from flashwarp.interop.torch.scaling import ScalesLike, Scaling, device_of_array
+from flashwarp.interop.torch.operators import check_plain, torch_device
+from flashwarp.interop.torch.scaling import ScalesLike, Scaling
 from flashwarp.table.lookup import Pooling, Scales, Table
 
 __all__ = ["Embedding", "EmbeddingBag", "check_bags", "check_stream", "check_tensors"]
@@ -69,56 +70,35 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._opened: list[Array] = []
         scaling = Scaling(scale_block, stored_scales, global_scale, global_divisor)
-        try:
-            self._set_up(
-                table, scales, scaling, rows, dim, dtype, stored, padding_idx, last_offset, opening
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(self.close)
+            self.array = array = self._array_of(table, opening)
+            if array.ndim != 2 or not array.shape[1]:
+                raise ArgumentError(
+                    f"an array of shape {array.shape} is no table, which has two axes: rows, and "
+                    "the elements of a row"
+                )
+            self.rows = _rows(rows, array.shape[0])
+            self.num_embeddings, width = len(self.rows), array.shape[1]
+            self.stored = _stored(array, stored)
+            number = NUMBERS[self.stored]
+            self.embedding_dim = _dim(dim, width * array.dtype.itemsize * 8 // number.bits)
+            self.dtype = self._result(dtype)
+            self.padding_idx = _padding(padding_idx, self.num_embeddings)
+            self.scales = scales
+            factors = self._scales_of(scales, scaling)
+            self.table = Table(
+                array, number, self.embedding_dim, self.rows, self.padding_idx, factors
             )
-        except BaseException:
-            self.close()
-            raise
-
-    def _set_up(
-        self,
-        table: TableLike,
-        scales: ScalesLike | None,
-        scaling: Scaling,
-        rows: range | None,
-        dim: int | None,
-        dtype: torch.dtype | None,
-        stored: torch.dtype | None,
-        padding_idx: int | None,
-        last_offset: bool,
-        opening: dict[str, Any],
-    ) -> None:
-        self.array = array = self._array_of(table, opening)
-        if array.ndim != 2 or not array.shape[1]:
-            raise ArgumentError(
-                f"an array of shape {array.shape} is no table, which has two axes: rows, and the "
-                "elements of a row"
+            self._lookup = TensorLookup(
+                [self.table], self.dtype, self._pooling, last_offset=last_offset, keep=self._keep
             )
-        self.rows = _rows(rows, array.shape[0])
-        self.num_embeddings, width = len(self.rows), array.shape[1]
-        self.stored = _stored(array, stored)
-        numbers = width * array.dtype.itemsize * 8 // NUMBERS[self.stored].bits
-        self.embedding_dim = _dim(dim, numbers)
-        self.dtype = self._result(dtype)
-        self.padding_idx = _padding(padding_idx, self.num_embeddings)
-        self.scales = scales
-        self.table = Table(
-            array,
-            NUMBERS[self.stored],
-            self.embedding_dim,
-            self.rows,
-            self.padding_idx,
-            self._scales_of(scales, scaling),
-        )
-        self._lookup = TensorLookup(
-            [self.table], self.dtype, self._pooling, last_offset=last_offset, keep=self._keep
-        )
-        self._single = TensorLookup([self.table], torch.float32)
-        # Backward comes to inputs that need a gradient, and ids cannot.
-        self._anchor = torch.zeros((), requires_grad=True, device=device_of_array(array))
-        self._trains = array.writable
+            self._single = TensorLookup([self.table], torch.float32)
+            # Backward comes to inputs that need a gradient, and ids cannot.
+            place = torch_device(array.device)
+            self._anchor = torch.zeros((), requires_grad=True, device=place)
+            self._trains = array.writable
+            unless_made.pop_all()
 
     def _array_of(self, table: TableLike, opening: dict[str, Any]) -> Array:
         if isinstance(table, Array):

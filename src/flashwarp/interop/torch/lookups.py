@@ -15,7 +15,13 @@ from typing import TypeAlias
 import torch
 
 from flashwarp.errors import ArgumentError, ClosedError, DtypeError, IndexDtypeError
-from flashwarp.interop.torch.operators import _order_of, _stream_of, check_plain, is_eager
+from flashwarp.interop.torch.operators import (
+    _order_of,
+    _stream_of,
+    check_plain,
+    is_eager,
+    torch_device,
+)
 from flashwarp.table.lookup import Bags, Ids, Lookup, Number, Pooling, Table, Weights
 
 __all__ = ["COMPUTED", "NUMBERS", "SCALES", "Keep", "TensorLookup", "keep_gradients", "look_up"]
@@ -76,8 +82,7 @@ class TensorLookup:
         self.pooling = pooling
         self.last_offset = last_offset
         self.keep = keep
-        device = self.lookup.device
-        self._device = torch.device("cpu" if device.kind == "cpu" else f"cuda:{device.ordinal}")
+        self._device = torch_device(self.lookup.device)
         self._closed = False
         # With all that compiled code depends on: compilers that keep code find it by this text.
         what = f"{len(tables)} tables, {self.lookup.dim} {dtype} {pooling.name} {last_offset}"

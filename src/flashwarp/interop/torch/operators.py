@@ -19,10 +19,11 @@ import torch
 
 from flashwarp.array.array import Array
 from flashwarp.array.handles import array_of
+from flashwarp.device import Device
 from flashwarp.device.foreign import torch_dtype
 from flashwarp.errors import ArgumentError, DtypeError, IndexDtypeError
 
-__all__ = ["check_plain", "gather", "is_eager", "scatter"]
+__all__ = ["check_plain", "gather", "is_eager", "scatter", "torch_device"]
 
 _library = torch.library.Library("flashwarp", "DEF")
 _library.define("gather(Tensor idx, Tensor(a!) order, str array) -> Tensor")
@@ -171,6 +172,11 @@ def is_eager(idx: torch.Tensor) -> bool:
         and torch._C._get_tracing_state() is None
         and not torch.autograd._profiler_enabled()
     )
+
+
+def torch_device(device: Device) -> torch.device:
+    """Return torch's name of a device."""
+    return torch.device(device.name)
 
 
 _orders: dict[str, torch.Tensor] = {}

@@ -19,6 +19,7 @@ from flashwarp.errors import (
     CheckpointError,
     CopyError,
 )
+from flashwarp.interop.torch.operators import torch_device
 from flashwarp.interop.torch.steps import (
     Trained,
     capture_of_step,
@@ -376,9 +377,7 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         )
 
     def _on_device(self, table: Trained, step: torch.Tensor) -> torch.Tensor:
-        device = table.module.array.device
-        place = "cpu" if device.kind == "cpu" else f"cuda:{device.ordinal}"
-        return step.to(place, torch.int64)
+        return step.to(torch_device(table.module.array.device), torch.int64)
 
 
 class SGD(_TableOptimizer):

@@ -22,7 +22,7 @@ from flashwarp.array.array import Array
 from flashwarp.config import SIZE_MAX, integer
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, CaptureError, ClosedError, DtypeError, IndexDtypeError
-from flashwarp.interop.torch.operators import check_plain
+from flashwarp.interop.torch.operators import check_plain, torch_device
 from flashwarp.program.compiling import Kernel, Program
 from flashwarp.program.compiling import compile as compile_kernels
 
@@ -178,8 +178,7 @@ class NeighborSampler(Closing):
     @property
     def device(self) -> torch.device:
         """Where ids and samples are."""
-        own = self.neighbours.device
-        return torch.device("cpu") if own.kind == "cpu" else torch.device("cuda", own.ordinal)
+        return torch_device(self.neighbours.device)
 
     def nodes_max(self, seeds: int) -> int:
         """Return the most vertices that a sample of so many seeds can have.

@@ -14,10 +14,10 @@ from flashwarp.config import integer, number
 from flashwarp.device.foreign import torch_dtype
 from flashwarp.errors import ArgumentError, DtypeError
 from flashwarp.interop.torch.lookups import SCALES
-from flashwarp.interop.torch.operators import check_plain
+from flashwarp.interop.torch.operators import check_plain, torch_device
 from flashwarp.table.lookup import Number, Scales
 
-__all__ = ["ScalesLike", "Scaling", "device_of_array"]
+__all__ = ["ScalesLike", "Scaling"]
 
 ScalesLike: TypeAlias = Array | str | os.PathLike[str] | torch.Tensor
 
@@ -63,7 +63,7 @@ class Scaling:
         else:
             check_plain(scales=scales)
             dtype, device = scales.dtype, scales.device
-            here = device == device_of_array(array)
+            here = device == torch_device(array.device)
         if not here:
             raise ArgumentError(
                 f"the scales are on {device}, and the table on {array.device.name!r}: both must be "
@@ -153,9 +153,3 @@ class Scaling:
         if self.divisor is not None and math.copysign(1, factor) * factor == 0:
             raise ArgumentError("global_divisor=0: the scales are divided by it")
         return factor, self.divisor is not None
-
-
-def device_of_array(array: Array) -> torch.device:
-    """Return torch's name of the device of an array."""
-    device: Any = array.device
-    return torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.ordinal)
