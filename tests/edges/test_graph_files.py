@@ -36,14 +36,21 @@ LIES: dict[str, Callable[[Path], object]] = {
     "an offset is beyond the lists": lambda f: change(f / "offsets.npy", 5, 1 << 40),
     "the last offset is early": lambda f: change(f / "offsets.npy", -1, 127),
     "the last offset is late": lambda f: change(f / "offsets.npy", -1, 129),
+    "offsets begin late": lambda f: change(f / "offsets.npy", 0, 1),
+    "no offsets": lambda f: np.save(f / "offsets.npy", np.zeros(0, "i8")),
+    "short offsets": lambda f: np.save(f / "offsets.npy", np.zeros(65, "i4")),
     "offsets of another byte order": lambda f: np.save(f / "offsets.npy", np.zeros(65, ">i8")),
     "offsets of two axes": lambda f: np.save(f / "offsets.npy", np.zeros((65, 1), "i8")),
     "lists cut short": lambda f: os.truncate(f / "neighbours.npy", 400),
+    "lists of longer numbers": lambda f: np.save(f / "neighbours.npy", np.zeros(128, "i8")),
+    "lists of two axes": lambda f: np.save(f / "neighbours.npy", np.zeros((2, 64), "u4")),
     "a neighbour is no vertex": lambda f: change(f / "neighbours.npy", 77, 64),
     "a neighbour is far away": lambda f: change(f / "neighbours.npy", 0, 0xFFFFFFFF),
     "weights of another type": lambda f: np.save(f / "weights.npy", np.zeros(128)),
+    "a weight is missing": lambda f: np.save(f / "weights.npy", np.zeros(127, "f4")),
     "a label twice": lambda f: change(f / "labels.npy", 3, 4),
     "a label of nobody": lambda f: change(f / "labels.npy", 3, 64),
+    "labels of longer numbers": lambda f: np.save(f / "labels.npy", np.arange(64)),
     "labels that are short": lambda f: np.save(f / "labels.npy", np.zeros(3, "u4")),
     "another version": lambda f: (f / "graph.json").write_text('{"version": 3}'),
     "a version of nonsense": lambda f: (f / "graph.json").write_bytes(bytes(range(256))),
@@ -113,6 +120,17 @@ def save_npz(path: Path, **changed: object) -> None:
     "changed",
     [
         {"shape": 3},
+        {"shape": (3, 4)},
+        {"shape": (0, 0)},
+        {"format": "bsr"},
+        {"indptr": np.array([0, 2, 1, 3])},
+        {"indptr": np.array([0, 1, 2, 2])},
+        {"data": np.zeros(2)},
+        {"data": np.ones(3, complex)},
+        {"data": np.array([None] * 3)},
+        {"indices": np.array([1, 2, 3])},
+        {"indices": np.array([1, 2, -1])},
+        {"indices": np.ones(3)},
         {"shape": (3.5, 3.5)},
         {"shape": (np.nan, np.nan)},
         {"indptr": np.array(0)},
@@ -182,5 +200,5 @@ def test_pipe_is_no_graph(tmp_path: Path, name: str) -> None:
 
 
 def test_absent_file(tmp_path: Path) -> None:
-    with pytest.raises(MissingFileError):
+    with pytest.raises(MissingFileError, match="kron:SCALE"):
         graphs.load(tmp_path / "absent", tmp_path / "graph")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flashwarp import graphs
-from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
+from flashwarp.errors import ArgumentError, FileFormatError
 from flashwarp.graphs import Edges, EdgeSource
 from flashwarp.graphs.inputs import load
 from support.small_graphs import rows_of, text_graph
@@ -134,36 +134,4 @@ def test_ordered_graph_that_was_not_written_to_its_end_does_not_open(tmp_path):
         graphs.write_csr(EdgeSource(32, broken(), symmetric=False, labels=labels), tmp_path)
 
     with pytest.raises(FileFormatError, match="not written to its end"):
-        graphs.CsrGraph.open(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("labels.npy", np.zeros(16, np.uint32), "no vertex has label 1"),
-        ("labels.npy", np.arange(1, 17, dtype=np.uint32), "no vertex has label 0"),
-        ("labels.npy", np.arange(15, dtype=np.uint32), "one label for each"),
-        ("labels.npy", np.arange(16, dtype=np.int64), "int64"),
-        ("graph.json", b"{", "damaged"),
-        ("graph.json", b"\xff", "damaged"),
-        ("graph.json", b'{"version": 3, "order": "degree"}', "another version"),
-        ("graph.json", b"[]", "another version"),
-    ],
-)
-def test_labels_that_are_none(tmp_path, name, content, message):
-    load("kron:4", tmp_path, by_degree=True)
-    if isinstance(content, bytes):
-        (tmp_path / name).write_bytes(content)
-    else:
-        np.save(tmp_path / name, content)
-
-    with pytest.raises(FileFormatError, match=message):
-        graphs.CsrGraph.open(tmp_path)
-
-
-def test_labels_and_their_format_are_missed(tmp_path):
-    load("kron:4", tmp_path, by_degree=True)
-    (tmp_path / "labels.npy").unlink()
-
-    with pytest.raises(MissingFileError, match=r"labels\.npy"):
         graphs.CsrGraph.open(tmp_path)

@@ -155,28 +155,6 @@ def test_folder_without_a_graph(tmp_path):
         load(tmp_path, "not used")
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("offsets.npy", np.array([0, 2, 1, 8], np.int64), "never fall"),
-        ("offsets.npy", np.array([1, 2, 8], np.int64), "begin with 0"),
-        ("offsets.npy", np.array([0, 2, 7], np.int64), "end at 7"),
-        ("offsets.npy", np.array([0, 8], np.int32), "int32"),
-        ("offsets.npy", np.zeros(0, np.int64), "begin with 0"),
-        ("neighbours.npy", np.zeros(8, np.int64), "int64"),
-        ("neighbours.npy", np.zeros((2, 4), np.uint32), "shape"),
-        ("weights.npy", np.zeros(7, np.float32), "one weight"),
-    ],
-)
-def test_files_that_do_not_fit_together(tmp_path, name, data, message):
-    np.save(tmp_path / "offsets.npy", np.array([0, 3, 8], np.int64))
-    np.save(tmp_path / "neighbours.npy", np.zeros(8, np.uint32))
-    np.save(tmp_path / name, data)
-
-    with pytest.raises(FileFormatError, match=message):
-        graphs.CsrGraph.open(tmp_path)
-
-
 def test_weights_of_a_graph_without(tmp_path):
     with pytest.raises(ArgumentError, match="no weights"):
         load("kron:4", tmp_path).weights()
@@ -319,32 +297,6 @@ def damaged_npz(tmp_path, **changed):
     return tmp_path / "m.npz"
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"shape": (30, 31)}, "no graph"),
-        ({"shape": (30,)}, "no graph"),
-        ({"shape": (0, 0)}, "0 vertices"),
-        ({"format": "bsr"}, "'bsr'"),
-        ({"format": None}, "format"),
-        ({"indptr": np.arange(31)}, "rows end"),
-        ({"indptr": np.arange(31)[::-1].copy()}, "rising"),
-        ({"indptr": np.zeros(5, np.int32)}, "rising"),
-        ({"data": np.zeros(90, complex)}, "complex"),
-        ({"data": np.zeros(3)}, "different lengths"),
-        ({"indices": np.full(90, 30)}, "vertex 30"),
-        ({"indices": np.full(90, -1)}, "vertex -1"),
-        ({"indices": np.zeros(90)}, "integers"),
-        ({"data": np.array([None] * 90)}, "not a sparse matrix"),
-    ],
-)
-def test_npz_that_is_no_graph(tmp_path, changed, message):
-    path = damaged_npz(tmp_path, **changed)
-
-    with pytest.raises(FileFormatError, match=message):
-        load(path, tmp_path / "graph")
-
-
 @pytest.mark.parametrize("name", ["m.npz", "m.mtx"])
 @pytest.mark.parametrize("content", [b"", b"PK nonsense", b"%%MatrixMarket matrix coordinate"])
 def test_file_of_nonsense(tmp_path, name, content):
@@ -383,11 +335,6 @@ def test_npz_cut_short_anywhere_or_with_a_flipped_byte_raises_or_is_whole(tmp_pa
 def test_matrix_market_that_is_no_graph(tmp_path, text):
     with pytest.raises(FileFormatError):
         text_graph(tmp_path, text, "m.mtx")
-
-
-def test_name_that_is_nothing(tmp_path):
-    with pytest.raises(MissingFileError, match="kron:SCALE"):
-        load(tmp_path / "absent", tmp_path / "graph")
 
 
 # The command.
