@@ -437,26 +437,3 @@ def test_close_of_a_group_is_refused_while_a_graph_reads_its_tables(x, monkeypat
 def refuse(_array):
     """Do as `Array.close` while a CUDA graph uses it."""
     raise CaptureError("1 CUDA graphs with calls of the array exist")
-
-
-@pytest.mark.parametrize("ids", [[1, 2], 1, None, np.array([1, 2]), "1"], ids=repr)
-@pytest.mark.parametrize("trains", [False, True])
-def test_ids_that_are_no_tensor_are_refused(x, ids, trains):
-    module = fw.torch.Embedding(x)
-    if trains:
-        module._trains = True
-
-    for act in (module, module.prefetch):
-        with pytest.raises(ArgumentError, match=f"of type {type(ids).__name__}: give a tensor"):
-            act(ids)
-    with pytest.raises(ArgumentError, match=r"give a tensor|no ids"):
-        fw.torch.EmbeddingGroup([module, module])(ids)
-
-
-def test_a_group_needs_a_list_of_ids(x):
-    module = fw.torch.Embedding(x)
-
-    with pytest.raises(ArgumentError, match="no ids"):
-        fw.torch.EmbeddingGroup([module])([])
-    with pytest.raises(ArgumentError, match="sequence of Embedding"):
-        fw.torch.EmbeddingGroup(module)

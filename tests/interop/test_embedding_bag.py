@@ -391,12 +391,3 @@ def look_up_until_closed(group, begun, wrong):
     except ClosedError:
         return
     wrong.append("not closed")
-
-
-@pytest.mark.parametrize("name", ["input", "offsets", "per_sample_weights"])
-def test_operands_of_bags_that_are_no_tensors_are_refused(x, name):
-    ours = fw.torch.EmbeddingBag(x, mode="sum")
-    given = {"input": torch.tensor([1]), "offsets": torch.tensor([0])}
-
-    with pytest.raises(ArgumentError, match=f"{name} is of type list"):
-        ours(**given | {name: [1]})

@@ -429,12 +429,6 @@ def test_a_module_stands_for_the_tables_in_it(model, folder):
         assert len(offloaded.tables) == 2
 
 
-@pytest.mark.parametrize("pattern", ["", [], 7, [None]])
-def test_what_is_no_pattern_is_refused(model, folder, pattern):
-    with pytest.raises((ArgumentError, TypeError)):
-        small(model, folder, pattern)
-
-
 @pytest.mark.parametrize("meta", [False, True])
 def test_tied_weights_are_refused(folder, meta):
     with torch.device("meta" if meta else "cpu"):

@@ -309,17 +309,6 @@ def test_operands_that_do_not_fit(x, content, compiled, name, call, error, text)
     assert (x[...] == content).all()
 
 
-def test_arguments_of_other_kinds(x):
-    with pytest.raises(ArgumentError, match="list"):
-        fw.torch.gather(x, [1, 2])
-    with pytest.raises(ArgumentError, match=r"flashwarp\.Array"):
-        fw.torch.gather(torch.rand(3, 3), torch.arange(2))
-    with pytest.raises(ArgumentError, match="ndarray"):
-        fw.torch.scatter(x, torch.arange(2), np.zeros((2, WIDTH), np.float32))
-    with pytest.raises(ArgumentError, match="meta"):
-        operators._check_place(x, torch.arange(2).to("meta"), torch.arange(2))
-
-
 def test_gradients_are_refused_not_dropped(x, compiled):
     rows = torch.rand(2, WIDTH, requires_grad=True)
 

@@ -270,10 +270,7 @@ def test_a_plain_file_is_trained_without_state_only(tmp_path):
 
 def test_wrong_arguments_are_refused(tmp_path):
     module = table(tmp_path / "t.npy", 4, "adam")
-    for wrong in ({"lr": -1.0}, {"lr": float("nan")}, {"eps": -1.0}, {"betas": (0.9, 1.0)}):
-        with pytest.raises(errors.ArgumentError, match=next(iter(wrong))):
-            Adam(module, **wrong)
-    for tables in ([], 5, [5], torch.nn.Linear(2, 2), [{"modules": module}], [module, module]):
+    for tables in ([{"modules": module}], [module, module]):
         with pytest.raises(errors.ArgumentError):
             Adam(tables)
     optimizer = Adam(module)
@@ -281,9 +278,6 @@ def test_wrong_arguments_are_refused(tmp_path):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     with pytest.raises(errors.ArgumentError, match="folder="):
         optimizer.checkpoint(extra={})
-    module.pending.append((torch.tensor([1]), torch.ones(1, 5)))
-    with pytest.raises(errors.ArgumentError, match=r"shape \(1, 5\) for 1 ids and 4 weights"):
-        optimizer.step()
     module.close()
 
 
