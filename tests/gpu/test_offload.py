@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 
 import pytest
 
@@ -14,27 +13,11 @@ from torch import nn
 
 from flashwarp.torch import offload
 from gpu.captures import MARKS
+from support.safetensors_files import save
 
 pytestmark = MARKS
 
 ROWS, WIDTH = 100_003, 80  # rows of 160 bytes, as those of n-gram tables
-_NAMES = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}
-
-
-def save(path, tensors, shift=0):
-    """Write a safetensors file whose data begins at a multiple of 8 bytes, and `shift` more."""
-    header, at, data = {}, 0, []
-    for name, tensor in tensors.items():
-        held = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        places = [at, at + len(held)]
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape),
-                        "data_offsets": places}  # fmt: skip
-        at = places[1]
-        data.append(held)
-    text = json.dumps(header).encode()
-    text += b" " * ((shift - 8 - len(text)) % 16)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from flashwarp.errors import (
     ReadOnlyError,
 )
 from flashwarp.torch import offload
+from support.safetensors_files import save
 
 pytestmark = [
     pytest.mark.filterwarnings("default::UserWarning"),
@@ -36,26 +37,6 @@ pytestmark = [
 ]
 
 ROWS, WIDTH = 700, 20
-_NAMES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8",
-    torch.uint8: "U8", torch.int64: "I64",
-}  # fmt: skip
-
-
-def save(path, tensors, align=8):
-    """Write a safetensors file, as its own library does."""
-    header, at, data = {}, 0, []
-    for name, tensor in tensors.items():
-        held = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape),
-                        "data_offsets": [at, at + len(held)]}  # fmt: skip
-        at += len(held)
-        data.append(held)
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % align)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
-    return path
 
 
 class Scaled(nn.Embedding):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -13,6 +11,7 @@ from torch import nn
 
 from flashwarp.errors import ArgumentError, BoundsError, CacheError, ClosedError
 from flashwarp.torch import offload
+from support.safetensors_files import save
 
 pytestmark = [
     pytest.mark.filterwarnings("default::UserWarning"),
@@ -34,14 +33,6 @@ class Functional(nn.Module):
         return nn.functional.embedding_bag(ids, self.weight, offsets, mode="sum", padding_idx=4)
 
 
-def save(path, weight):
-    held = weight.detach().contiguous().numpy().tobytes()
-    entry = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [0, len(held)]}
-    head = json.dumps({"table.weight": entry}).encode()
-    path.write_bytes(len(head).to_bytes(8, "little") + head + held)
-    return path
-
-
 @pytest.fixture
 def offloaded(tmp_path):
     """Returns how to offload the table of a module; closes it afterwards."""
@@ -49,7 +40,7 @@ def offloaded(tmp_path):
 
     def act(table, **options):
         model = nn.ModuleDict({"table": table}).eval()
-        path = save(tmp_path / "x.safetensors", table.weight)
+        path = save(tmp_path / "x.safetensors", {"table.weight": table.weight})
         options = {"host_memory": "64 KiB", "gpu_memory": "64 KiB", "device": "cpu", **options}
         opened.append(offload(model, "table", path, **options))
         return table, opened[-1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -13,28 +11,10 @@ from torch import nn
 
 from flashwarp.errors import ArgumentError, DtypeError, FileFormatError
 from flashwarp.torch import offload
+from support.safetensors_files import save
 
 ROWS, DIM = 300, 192
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-_NAMES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.float64: "F64",
-}  # fmt: skip
-
-
-def save(folder, tensors, spelled=None):
-    """Write a safetensors file; `spelled` has dtypes and shapes that torch has not."""
-    header, data = {}, b""
-    for name, tensor in tensors.items():
-        held = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        dtype, shape = (spelled or {}).get(name, (_NAMES[tensor.dtype], list(tensor.shape)))
-        header[name] = {"dtype": dtype, "shape": shape,
-                        "data_offsets": [len(data), len(data) + len(held)]}  # fmt: skip
-        data += held
-    text = json.dumps(header).encode()
-    path = folder / "x.safetensors"
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return path
 
 
 def model(dtype=torch.float32):
@@ -70,7 +50,7 @@ def test_nvfp4(tmp_path, name, dtype):
     number = torch.tensor([0.017]) if name == "weight" else torch.tensor([1234.5])
     expected = values * each * number if name == "weight" else values * (each / number)
 
-    path = save(tmp_path, {f"table.{name}": codes, "table.weight_scale": scales,
+    path = save(tmp_path / "x.safetensors", {f"table.{name}": codes, "table.weight_scale": scales,
                            f"table.{factor}": number})  # fmt: skip
 
     assert torch.equal(rows_of(path, dtype), expected.to(dtype))
@@ -82,7 +62,9 @@ def test_mxfp4(tmp_path):
     expected = values * torch.exp2(scales.float() - 127).repeat_interleave(32, 1)
 
     for held in (scales, scales.view(torch.float8_e8m0fnu)):
-        path = save(tmp_path, {"table.weight_packed": codes, "table.weight_scale": held})
+        path = save(
+            tmp_path / "x.safetensors", {"table.weight_packed": codes, "table.weight_scale": held}
+        )
         assert torch.equal(rows_of(path), expected)
 
 
@@ -93,7 +75,7 @@ def test_numbers_of_four_bits_with_a_shape_of_numbers(tmp_path):
     expected = values * scales.float().repeat_interleave(16, 1) * 0.5
 
     path = save(
-        tmp_path,
+        tmp_path / "x.safetensors",
         {"table.weight": codes, "table.weight_scale": scales,
          "table.weight_scale_2": torch.tensor(0.5)},
         {"table.weight": ("F4", [ROWS, DIM])},
@@ -115,7 +97,7 @@ def test_blocks_of_rows_and_columns(tmp_path, stored, parts):
         tensors[base + "weight"] = part
         tensors[base + "weight_scale_inv"] = scales[first : first + -(-len(part) // 128)]
 
-    assert torch.equal(rows_of(save(tmp_path, tensors)), weight.float() * each)
+    assert torch.equal(rows_of(save(tmp_path / "x.safetensors", tensors)), weight.float() * each)
 
 
 def test_parts_of_packed_tables_have_one_factor(tmp_path):
@@ -131,9 +113,11 @@ def test_parts_of_packed_tables_have_one_factor(tmp_path):
             made[f"table.shard_{i}.weight_scale_2"] = torch.tensor(numbers[i])
         return made
 
-    assert torch.equal(rows_of(save(tmp_path, tensors(0.25, 0.25))), values * each * 0.25)
+    assert torch.equal(
+        rows_of(save(tmp_path / "x.safetensors", tensors(0.25, 0.25))), values * each * 0.25
+    )
     with pytest.raises(FileFormatError, match="2 different factors"):
-        rows_of(save(tmp_path, tensors(0.25, 0.5)))
+        rows_of(save(tmp_path / "x.safetensors", tensors(0.25, 0.5)))
 
 
 @pytest.mark.parametrize(
@@ -157,11 +141,16 @@ def test_packed_tables_that_are_incomplete_are_refused(tmp_path, tensors, error,
     named = {f"table.{name}": tensor for name, tensor in tensors.items()}
 
     with pytest.raises(error, match=match):
-        rows_of(save(tmp_path, {"table.weight": codes, **named}))
+        rows_of(save(tmp_path / "x.safetensors", {"table.weight": codes, **named}))
 
 
 def test_packed_rows_of_another_width_are_refused(tmp_path):
     codes, _ = packed()
 
     with pytest.raises(FileFormatError, match="has not rows of 192 elements"):
-        rows_of(save(tmp_path, {"table.weight": codes[:, :-1], "table.weight_scale": e4m3()}))
+        rows_of(
+            save(
+                tmp_path / "x.safetensors",
+                {"table.weight": codes[:, :-1], "table.weight_scale": e4m3()},
+            )
+        )

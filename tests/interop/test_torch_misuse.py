@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import math
 import pickle
 
@@ -23,6 +22,7 @@ from torch import nn
 import flashwarp as fw
 import flashwarp.torch
 from flashwarp import errors
+from support.safetensors_files import save
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -116,22 +116,6 @@ def wrong_values():
         "nested-list": [[[[1]]]],
         "recursive": _recursive(),
     }
-
-
-def save(path, tensors):
-    """Write a safetensors file of float32."""
-    header, data = {}, b""
-    for name, tensor in tensors.items():
-        held = tensor.numpy().tobytes()
-        header[name] = {
-            "dtype": "F32",
-            "shape": list(tensor.shape),
-            "data_offsets": [len(data), len(data) + len(held)],
-        }
-        data += held
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return path
 
 
 def model():

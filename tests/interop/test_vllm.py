@@ -11,7 +11,6 @@ import ast
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import json
 import subprocess
 import sys
 import tomllib
@@ -30,30 +29,20 @@ from flashwarp.interop.vllm import plugin
 from flashwarp.interop.vllm.loading import Left, leave
 from flashwarp.interop.vllm.table import table_class
 from flashwarp.storage.safetensors import read_header
+from support.safetensors_files import save
 
 ROWS, WIDTH, HEADS, PARTS = 1000, 40, 4, 7
 PREFIX = "language_model.model.layers.2.ple.ple_embedding.ngram_embedding"
 _FOLDER = "vllm.models.qwen4_exp.common"
 
 
-def save(folder, tensors):
-    header, at, data = {}, 0, []
-    for name, (dtype, tensor) in tensors.items():
-        held = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape),
-                        "data_offsets": [at, at + len(held)]}  # fmt: skip
-        at += len(held)
-        data.append(held)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path = folder / "model.safetensors"
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
-
-
 def checkpoint(folder, weight, dtype, more=None):
     parts = weight.tensor_split(PARTS)
     name = "model.language_model.layers.2.ple.ple_embedding.ngram_embedding.shard_{}.weight"
-    save(folder, {name.format(i): (dtype, part) for i, part in enumerate(parts)} | (more or {}))
+    held = {name.format(i): (dtype, part) for i, part in enumerate(parts)} | (more or {})
+    spelled = {name: (kind, list(tensor.shape)) for name, (kind, tensor) in held.items()}
+    tensors = {name: tensor for name, (_, tensor) in held.items()}
+    save(folder / "model.safetensors", tensors, spelled)
 
 
 class VocabParallelEmbedding(nn.Module):
