@@ -18,7 +18,7 @@ from flashwarp.device import Device
 from flashwarp.device.foreign import ArrayView, view
 from flashwarp.errors import ArgumentError, CheckpointError, DtypeError
 
-__all__ = ["Bytes", "Protected", "RegionSet", "describe", "new_array"]
+__all__ = ["Bytes", "Protected", "RegionSet", "describe", "names_of", "new_array"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,13 @@ class Protected:
     source: object  # an array, or a callable that returns one
     restore: Callable[[Any], object] | None  # takes the restored array of a callable region
     region: Region | None  # the array as it was when it was protected; None for a callable
+
+
+def names_of(only: Iterable[str]) -> list[str]:
+    """Return the names of regions that a caller has listed, each once; raises for a text."""
+    if isinstance(only, str):
+        raise ArgumentError(f"only={only!r} is a text: pass a list of names, [{only!r}]")
+    return list(dict.fromkeys(only))
 
 
 class RegionSet:
@@ -69,9 +76,7 @@ class RegionSet:
         """Return the names of the regions, or of those in `only`; raises for unknown ones."""
         if only is None:
             return list(self._regions)
-        if isinstance(only, str):
-            raise ArgumentError(f"only={only!r} is a text: pass a list of names, [{only!r}]")
-        names = list(dict.fromkeys(only))
+        names = names_of(only)
         for name in names:
             self._find(name)
         return names

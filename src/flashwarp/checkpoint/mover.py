@@ -56,6 +56,20 @@ class _Part:
     owner: object = None  # keeps the memory
 
 
+def _parts_of_block(tier: Tier, entry: Entry) -> list[_Part]:
+    base = tier.block(entry)
+    return [
+        _Part(region, base + entry.offsets[region.name], tier.on_host, ())
+        for region in entry.regions
+    ]
+
+
+def _parts_of_arrays(arrays: list[Bytes]) -> list[_Part]:
+    return [
+        _Part(each.region, each.address, not each.on_device, each.stream, each) for each in arrays
+    ]
+
+
 class Pending:
     """Copies that are queued on a GPU, or nothing to wait for."""
 
@@ -192,20 +206,11 @@ class Mover(endings.Closing):
 
         `ending` is called when its last piece is on its way: the next version may begin.
         """
-        base = tier.block(entry)
-        parts = [
-            _Part(region, base + entry.offsets[region.name], tier.on_host, ())
-            for region in entry.regions
-        ]
-        return self._store(parts, writer, wanted, ending)
+        return self._store(_parts_of_block(tier, entry), writer, wanted, ending)
 
     def store_arrays(self, sources: list[Bytes], writer: VersionWriter) -> None:
         """Write a user's arrays to storage."""
-        parts = [
-            _Part(each.region, each.address, not each.on_device, each.stream, each)
-            for each in sources
-        ]
-        self._store(parts, writer, lambda: True)
+        self._store(_parts_of_arrays(sources), writer, lambda: True)
 
     def _store(
         self,
@@ -257,21 +262,13 @@ class Mover(endings.Closing):
         ending: Callable[[], None] = lambda: None,
     ) -> bool:
         """Read a version from storage into its block; as `store_block`."""
-        base = tier.block(entry)
-        parts = [
-            _Part(region, base + entry.offsets[region.name], tier.on_host, ())
-            for region in entry.regions
-        ]
-        return self._load(parts, reader, wanted, ending)
+        return self._load(_parts_of_block(tier, entry), reader, wanted, ending)
 
     def load_arrays(
         self, reader: VersionReader, targets: list[Bytes], wanted: Callable[[], bool] = lambda: True
     ) -> None:
         """Read regions from storage into a user's arrays, as long as they are wanted."""
-        parts = [
-            _Part(each.region, each.address, not each.on_device, each.stream, each)
-            for each in targets
-        ]
+        parts = _parts_of_arrays(targets)
         filled: list[tuple[str, int]] = []
         try:
             self._load(parts, reader, wanted, filled=filled)

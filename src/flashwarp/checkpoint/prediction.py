@@ -24,8 +24,8 @@ class RestoreInterval:
     >>> interval = RestoreInterval()
     >>> for now_ns in (0, 1000, 2000):
     ...     interval.note(now_ns)
-    >>> interval.estimate_ns, interval.until(5)
-    (1000, 5000)
+    >>> interval.estimate_ns
+    1000
     """
 
     def __init__(self) -> None:
@@ -47,10 +47,6 @@ class RestoreInterval:
     def estimate_ns(self) -> int | None:
         """Nanoseconds between two restores; None before the second."""
         return self._estimate_ns
-
-    def until(self, restores: int) -> int | None:
-        """Return the nanoseconds until so many more restores have come; None if not known."""
-        return None if self._estimate_ns is None else restores * self._estimate_ns
 
 
 class Backlog:
@@ -82,9 +78,9 @@ class Backlog:
         """Remove a transfer that has ended, or will not happen."""
         self.nbytes -= self._queued.pop(key, 0)
 
-    def ends_ns(self, now_ns: int, nbytes: int = 0) -> int | None:
-        """Return when all of it, and a further transfer, will have ended; None if not known."""
-        takes = self.link.nanoseconds_for(self.nbytes + nbytes)
+    def ends_ns(self, now_ns: int) -> int | None:
+        """Return when all of it will have ended; None if the bandwidth is not known."""
+        takes = self.link.nanoseconds_for(self.nbytes)
         return None if takes is None else now_ns + takes
 
     def deadlines(self, now_ns: int) -> dict[Hashable, int]:

@@ -15,7 +15,7 @@ from flashwarp.checkpoint.eviction import Urgency
 from flashwarp.checkpoint.flushing import release
 from flashwarp.checkpoint.hints import Hint
 from flashwarp.checkpoint.life import Event
-from flashwarp.checkpoint.storing import Storing
+from flashwarp.checkpoint.storing import Storing, wanted
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.errors import FlashwarpError, MissingVersionError
 
@@ -154,15 +154,12 @@ class Prefetcher:
 
     def _copy(self, entry: Entry, source: Tier | None) -> bool:
         mover = self._core.mover
-
-        def wanted() -> bool:
-            return not entry.discarded and not self._core.closing
-
+        needed = partial(wanted, self._core, entry)
         if source is not None:
-            return mover.move(source, self._tier, entry, wanted)
+            return mover.move(source, self._tier, entry, needed)
         with self._storing.open(entry.key, entry.identity) as reader:
             return mover.load_block(
-                self._tier, entry, reader, wanted, partial(self._let_next_begin, entry)
+                self._tier, entry, reader, needed, partial(self._let_next_begin, entry)
             )
 
     def _let_next_begin(self, entry: Entry) -> None:

@@ -78,20 +78,20 @@ class CheckpointStats:
     cache_bytes: dict[str, int] = field(default_factory=dict)
 
 
+_COUNTED = (
+    *("checkpoints", "restarts", "checkpoint_bytes", "restart_bytes", "stored_bytes"),
+    *("checkpoint_ns", "restart_ns", "room_wait_ns"),
+    *("flush_failures", "prefetch_failures", "uploads"),
+)
+
+
 def stats_of(core: Core) -> CheckpointStats:
     """Return the counters; called under the lock."""
     counts = core.counts
     names = [tier.name for tier in core.tiers]
     restarts = counts["restarts"]
     return CheckpointStats(
-        checkpoints=counts["checkpoints"],
-        restarts=restarts,
-        checkpoint_bytes=counts["checkpoint_bytes"],
-        restart_bytes=counts["restart_bytes"],
-        stored_bytes=counts["stored_bytes"],
-        checkpoint_ns=counts["checkpoint_ns"],
-        restart_ns=counts["restart_ns"],
-        room_wait_ns=counts["room_wait_ns"],
+        **{name: counts[name] for name in _COUNTED},
         restarts_from={name: counts[f"restarts_{name}"] for name in [*names, "ssd"]},
         flushes={name: counts[f"flushes_{name}"] for name in names},
         prefetches={name: counts[f"prefetches_{name}"] for name in names},
@@ -101,9 +101,6 @@ def stats_of(core: Core) -> CheckpointStats:
             "oversized": counts["oversized"],
             "host": counts["host_bypassed"],
         },
-        flush_failures=counts["flush_failures"],
-        prefetch_failures=counts["prefetch_failures"],
-        uploads=counts["uploads"],
         prefetch_distance=counts["prefetch_distance"] / restarts if restarts else 0.0,
         restore_interval_ns=core.interval.estimate_ns,
         bandwidth={name: link.bytes_per_second for name, link in core.mover.links.items()},

@@ -141,14 +141,7 @@ class Storing:
                 "version %d of %r is fetched from the remote store: %s", key[1], key[0], problem
             )
             entry = Entry(key, tuple(reader.regions), reader.identity)
-            writer = self._directory.begin(
-                *key,
-                reader.regions,
-                replace=True,
-                metadata=reader.metadata,
-                identity=reader.identity,
-            )
-            with writer:
+            with self._directory.begin_copy(reader, replace=True) as writer:
                 if self._core.mover.copy_stored(
                     entry, reader, writer, lambda: not self._core.closing and key not in discarded
                 ):

@@ -179,7 +179,7 @@ class System:
         try:
             for nbytes in memory.grow(lambda: not core.closing):
                 with core.changed:
-                    tier.grow(nbytes)
+                    tier.table.grow(nbytes)
                     core.wake()
         except FlashwarpError as error:
             # What is pinned is enough to run on; the caches are smaller than was asked for.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from flashwarp.checkpoint.capture import Bytes, RegionSet, check_target, new_array
+from flashwarp.checkpoint.capture import Bytes, RegionSet, check_target, names_of, new_array
 from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.tier import Entry
 from flashwarp.device import Device
-from flashwarp.errors import ArgumentError
 
 __all__ = ["give", "targets_of"]
 
@@ -22,18 +21,14 @@ def targets_of(
     device: Device,
 ) -> list[tuple[Bytes, bool]]:
     """Return where each region goes, and whether that is a new array; all are checked."""
-    if isinstance(only, str):
-        raise ArgumentError(f"only={only!r} is a text: pass a list of names, [{only!r}]")
     stored = {region.name: region for region in entry.regions}
-    wanted = list(dict.fromkeys(only)) if only is not None else list(stored)
+    wanted = list(stored) if only is None else names_of(only)
     if only is None:
         known = [each for each in wanted if each in into or protected.get(each)]
         wanted = known or wanted
     for region in [*wanted, *into]:
         if region not in stored:
-            raise ArgumentError(
-                f"{entry} has no region {region!r}; it has {', '.join(map(repr, stored))}"
-            )
+            entry.region_named(region)  # raises
     return [_target(stored[region], into, protected, device) for region in wanted]
 
 

@@ -138,10 +138,6 @@ class Tier:
             return True
         return bool(self.flushes_waiting) and self.above is not None and self.above.demanded
 
-    def grow(self, nbytes: int) -> None:
-        """Make more of the buffer usable."""
-        self.table.grow(nbytes)
-
     # What is here.
 
     def life(self, entry: Entry) -> Life | None:

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from versions import CHUNK, bytes_of, check, files_of, regions_of, store
 
-from flashwarp.checkpoint.directory import Directory
-from flashwarp.checkpoint.directory import directory as directory_module
+from flashwarp.checkpoint.directory import Directory, names
 from flashwarp.checkpoint.region import Region
 from flashwarp.errors import (
     ArgumentError,
@@ -345,7 +344,7 @@ def test_a_discard_does_not_list_the_folder(
     # A listing takes 15 ms if there are 10,000 versions.
     for version in (1, 2, 3):
         store(directory, version, 100)
-    monkeypatch.setattr(directory_module, "_listed", lambda folder: pytest.fail(str(folder)))
+    monkeypatch.setattr(names, "listed", lambda folder: pytest.fail(str(folder)))
 
     assert directory.discard_all("run", [1, 2, 7]) == [1, 2]
     assert len(files_of(directory.path)) == 2

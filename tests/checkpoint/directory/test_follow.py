@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from versions import bytes_of, check, files_of, store
 
-from flashwarp.checkpoint.directory import Directory, directory
+from flashwarp.checkpoint.directory import Directory, names
 from flashwarp.errors import ArgumentError, ClosedError, MissingVersionError, WaitTimeout
 
 PRODUCER = """
@@ -94,9 +94,9 @@ def test_folder_that_does_not_change_is_not_listed(
         assert next(follower) == 1
         listed, looked = [], []
         monkeypatch.setattr(
-            directory,
-            "_listed",
-            lambda folder, real=directory._listed: listed.append(1) or real(folder),
+            names,
+            "listed",
+            lambda folder, real=names.listed: listed.append(1) or real(folder),
         )
         monkeypatch.setattr(
             Directory,

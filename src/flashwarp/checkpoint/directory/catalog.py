@@ -24,7 +24,7 @@ from flashwarp.errors import (
     StorageError,
 )
 
-__all__ = ["Catalog", "exists"]
+__all__ = ["Catalog", "exists", "first_line"]
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +98,11 @@ class Catalog(OfProcess):
         if found not in (None, reader.identity) and not replace:
             raise exists(reader.name, reader.version, repr(self))
         return found == reader.identity
+
+    def discard(self, name: str, version: int) -> None:
+        """Remove a version of this rank; raises MissingVersionError if there is none."""
+        if not self.discard_all(name, [version]):
+            raise MissingVersionError(f"{self!r} has no version {version} of {name!r}")
 
     @abstractmethod
     def discard_all(self, name: str, versions: Iterable[int]) -> list[int]:
@@ -332,6 +337,11 @@ class Catalog(OfProcess):
             poll_s=self._poll_s if poll_s is None else poll_s,
             until=last,
         )
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error of others says, short enough for one of ours."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def exists(name: str, version: int, path: str) -> ExistingVersionError:

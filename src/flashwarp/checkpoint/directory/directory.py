@@ -219,17 +219,21 @@ class Directory(Catalog):
         """Store a version that is open elsewhere; see `Catalog.upload`."""
         if self._has(reader, replace):
             return False
-        with self.begin(
+        with self.begin_copy(reader, replace) as writer:
+            copy_regions(reader, writer)
+            writer.commit()
+        return True
+
+    def begin_copy(self, reader: VersionReader, replace: bool) -> VersionWriter:
+        """Begin to write a version that is open elsewhere; see `begin`."""
+        return self.begin(
             reader.name,
             reader.version,
             reader.regions,
             replace=replace,
             metadata=reader.metadata,
             identity=reader.identity,
-        ) as writer:
-            copy_regions(reader, writer)
-            writer.commit()
-        return True
+        )
 
     def note_discarded(self, name: str, versions: Iterable[int]) -> None:
         """Note, durably, that versions are discarded of which another store may have copies."""
@@ -324,7 +328,7 @@ class Directory(Catalog):
         return self.path.joinpath(*self._folders(name, None))
 
     def _listed(self, *folders: str) -> list[str]:
-        return _listed(self.path.joinpath(*folders))
+        return names.listed(self.path.joinpath(*folders))
 
     def _stamp(self, *folders: str) -> object:
         folder = self.path.joinpath(*folders)
@@ -383,7 +387,7 @@ class Directory(Catalog):
         """Remove what writers of this rank left that were killed. The lock is held."""
         for name in self.names():
             folder = self._folder(name)
-            found = _listed(folder)
+            found = names.listed(folder)
             for each in found:
                 if each.startswith(_DRAFT):
                     _remove(folder / each)
@@ -406,7 +410,7 @@ class Directory(Catalog):
             writers = [each for each in self._writers.values() if each is not None]
         written = {each.data for each in writers if not each.committed}
         kept: dict[int, str | None] = {}
-        for each in _listed(folder):
+        for each in names.listed(folder):
             version = names.data_version(each)
             if version is None or version not in versions or each in written:
                 continue
@@ -488,15 +492,6 @@ def _check_chunk(chunk_bytes: int | str) -> int:
             f"chunk_bytes={chunk_bytes!r} is no power of two between {low} and {high}"
         )
     return found
-
-
-def _listed(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise files.path_error(error, str(folder), writable=False) from error
 
 
 def _remove(path: Path) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError
+from flashwarp.storage import files
 
 __all__ = [
     "DATA",
@@ -23,6 +25,7 @@ __all__ = [
     "data_version",
     "discarded_name",
     "identity_of",
+    "listed",
     "manifest_name",
     "rank_folder",
     "rank_of",
@@ -110,6 +113,16 @@ def data_version(name: str) -> int | None:
     """Return the version that a data file belongs to, or None for another file."""
     match = DATA.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def listed(folder: Path) -> list[str]:
+    """Return the names in a folder; none if there is no folder."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise files.path_error(error, str(folder), writable=False) from error
 
 
 def versions_among(names: Iterable[str], ending: str = "manifest") -> list[int]:

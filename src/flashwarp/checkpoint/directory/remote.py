@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from flashwarp import endings
 from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.buffers import page_aligned
-from flashwarp.checkpoint.directory.catalog import Catalog
+from flashwarp.checkpoint.directory.catalog import Catalog, first_line
 from flashwarp.checkpoint.directory.reader import VersionReader
 from flashwarp.config import integer, number, time_limit_s
 from flashwarp.errors import (
@@ -145,11 +145,6 @@ class RemoteDirectory(Catalog):
         if replace:
             self._delete_data(folder, self._listed(folder), {record.version}, record.data)
         return True
-
-    def discard(self, name: str, version: int) -> None:
-        """Remove a version of this rank; raises MissingVersionError if there is none."""
-        if not self.discard_all(name, [version]):
-            raise MissingVersionError(f"{self!r} has no version {version} of {name!r}")
 
     def discard_all(self, name: str, versions: Iterable[int]) -> list[int]:
         """Remove several versions of this rank; return those that were there."""
@@ -288,7 +283,7 @@ class RemoteDirectory(Catalog):
                 if kind in _FINAL or attempt == self._attempts or spent >= self._timeout_s:
                     raise RemoteError(
                         f"{what} on {self._url} failed in {spent:.1f} s, attempt {attempt} of "
-                        f"{self._attempts}: {_first_line(error)}"
+                        f"{self._attempts}: {first_line(error)}"
                     ) from error
                 wait = min(_BACKOFF_S * 2 ** (attempt - 1), _BACKOFF_S_MAX)
                 wait *= 0.5 + random.random() / 2
@@ -297,7 +292,7 @@ class RemoteDirectory(Catalog):
                     what,
                     self._url,
                     wait,
-                    _first_line(error),
+                    first_line(error),
                 )
                 time.sleep(wait)
         raise AssertionError("unreachable")
@@ -358,7 +353,3 @@ def _import_obstore() -> Any:
         raise ArgumentError(
             "remote stores need the package obstore: pip install 'flashwarp[remote]'"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashwarp._waiting import Waited
-from flashwarp.checkpoint.ranks.records import FOLDER, Records, listed
+from flashwarp.checkpoint.directory.names import listed
+from flashwarp.checkpoint.ranks.records import FOLDER, Records
 from flashwarp.checkpoint.ranks.sessions import Sessions
 from flashwarp.errors import CheckpointError, RankError
 from flashwarp.storage import files

@@ -7,11 +7,11 @@ import os
 import re
 from pathlib import Path
 
-from flashwarp.checkpoint.directory.names import check_name
+from flashwarp.checkpoint.directory.names import check_name, listed
 from flashwarp.checkpoint.ranks.sessions import read_json, write_json
 from flashwarp.storage import files
 
-__all__ = ["FOLDER", "Records", "listed"]
+__all__ = ["FOLDER", "Records"]
 
 FOLDER = "ranks"
 _COMPLETE_FOLDER = "complete"
@@ -60,13 +60,3 @@ class Records:
         """Remove the record that a version is complete."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.record(name, version))
-
-
-def listed(folder: Path) -> list[str]:
-    """Return the names in a folder; none if there is no folder."""
-    try:
-        return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise files.path_error(error, str(folder), writable=False) from error

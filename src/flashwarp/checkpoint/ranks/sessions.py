@@ -94,10 +94,5 @@ def read_json(path: Path) -> dict[str, object] | None:
 
 def write_json(target: str, content: dict[str, object]) -> None:
     """Write a small file as a whole, durably; raises PathError."""
-    with files.Draft(target, overwrite=True, lock=False) as draft:
-        try:
-            os.write(draft.descriptor, json.dumps(content).encode())
-            os.fsync(draft.descriptor)
-        except OSError as error:
-            raise files.write_error(error, target) from error
-        draft.publish()
+    with files.replacing(target) as file:
+        file.write(json.dumps(content).encode())

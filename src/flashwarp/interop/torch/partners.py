@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from flashwarp import endings
 from flashwarp.checkpoint.directory import Catalog, Directory, VersionReader, VersionWriter
+from flashwarp.checkpoint.directory.catalog import first_line
 from flashwarp.checkpoint.directory.names import check_version
 from flashwarp.checkpoint.region import Region
 from flashwarp.config import number, time_limit_s
@@ -30,7 +31,6 @@ from flashwarp.errors import (
     DamagedVersionError,
     FlashwarpError,
     MissingFileError,
-    MissingVersionError,
     RemoteError,
 )
 
@@ -143,11 +143,6 @@ class Partners(Catalog):
                 self.discard_all(record.name, [record.version])
                 raise DamagedVersionError(path, "the partner has received other bytes")
 
-    def discard(self, name: str, version: int) -> None:
-        """Remove the partner's copy of a version; raises MissingVersionError if there is none."""
-        if not self.discard_all(name, [version]):
-            raise MissingVersionError(f"{self!r} has no version {version} of {name!r}")
-
     def discard_all(self, name: str, versions: Iterable[int]) -> list[int]:
         """Remove the partner's copies of several versions; return those that were there."""
         asked = [check_version(version) for version in versions]
@@ -206,7 +201,7 @@ class Partners(Catalog):
                 self._send({"what": what, **arguments}, data, self._next, _REQUEST, self._idle)
                 found, payload = self._receive(self._next, _REPLY, self._busy)
             except RuntimeError as error:  # of torch.distributed; the connection is lost then
-                self._broken = _first_line(error)
+                self._broken = first_line(error)
                 raise RemoteError(
                     f"rank {self._next}, which keeps copies of rank {self.rank}, does not answer: "
                     f"{self._broken}"
@@ -231,7 +226,7 @@ class Partners(Catalog):
         except RuntimeError as error:
             if not self._closed:
                 _log.warning(
-                    "rank %d sends no copies any more: %s", self._before, _first_line(error)
+                    "rank %d sends no copies any more: %s", self._before, first_line(error)
                 )
 
     def _answer(self, asked: dict[str, Any]) -> _Answer:
@@ -343,7 +338,3 @@ class _Kept:
 
 def _key(asked: dict[str, Any]) -> tuple[str, int]:
     return asked["name"], asked["version"]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
