@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -466,40 +464,3 @@ def test_a_restart_that_fails_says_which_arrays_it_has_filled(tmp_path: Path) ->
     assert "'first' are filled" in note
     assert note.endswith("'second' are undefined")
     assert np.array_equal(first, np.arange(10))
-
-
-# Signals.
-
-
-# A handler that raises in a callback of the garbage collector is reported, and ends nothing.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_at_any_time_leaves_a_checkpointer_usable(tmp_path: Path) -> None:
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    draw = random.Random(3)
-    state = np.zeros(100)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with opened(tmp_path, timeout_s=20) as checkpointer:
-            checkpointer.protect("s", state)
-            for version in range(150):
-                with contextlib.suppress(KeyboardInterrupt):
-                    signal.setitimer(signal.ITIMER_REAL, draw.random() * 3e-3 + 1e-6)
-                    try:
-                        state[:] = version
-                        checkpointer.checkpoint(version)
-                        checkpointer.prefetch_enqueue(version)
-                        checkpointer.restart(version)
-                        checkpointer.discard(draw.randrange(version + 1))
-                        checkpointer.wait()
-                    except MissingVersionError:
-                        pass
-                    finally:
-                        signal.setitimer(signal.ITIMER_REAL, 0)
-            for version in checkpointer.versions():
-                assert (checkpointer.restart(version)["s"] == version).all()
-            checkpointer.checkpoint(1000).result(WAIT_S)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

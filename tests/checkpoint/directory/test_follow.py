@@ -8,11 +8,9 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from versions import bytes_of, check, files_of, store
+from versions import check, files_of, store
 
 from flashwarp.checkpoint.directory import Directory, names
 from flashwarp.errors import ArgumentError, ClosedError, MissingVersionError, WaitTimeout
@@ -141,15 +139,3 @@ def test_clock_that_jumps_back_changes_nothing(
 
         assert found.latest("run", verify=True) == 2
         assert next(follower) == 2
-
-
-def test_reader_of_a_discarded_version_reads_on(tmp_path: Path) -> None:
-    with Directory(tmp_path) as found, Directory(tmp_path, writable=False) as other:
-        store(found, 1, 50_000)
-        with other.open("run", 1) as reader:
-            found.discard("run", 1)
-            store(found, 1, 100)
-            result: Any = np.zeros(10_000, np.uint8)
-            reader.read_into("r0", 40_000, result)
-
-    assert np.array_equal(result, bytes_of(1000, 50_000)[40_000:])
