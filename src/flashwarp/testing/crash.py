@@ -244,7 +244,10 @@ class KillSuite(_Versions):
         kind = type(self)
         command = [sys.executable, "-m", "flashwarp.testing.killed", inspect.getfile(kind)]
         with subprocess.Popen(
-            [*command, kind.__qualname__, str(path), str(seed)], stdout=subprocess.PIPE
+            [*command, kind.__qualname__, str(path), str(seed)],
+            stdout=subprocess.PIPE,
+            # What the file imports here, it finds there.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         ) as child:
             output = child.stdout
             assert output is not None

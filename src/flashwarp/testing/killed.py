@@ -15,8 +15,6 @@ from pathlib import Path
 def main(arguments: list[str]) -> None:
     """Run the child's half of the suite that the arguments name."""
     file, name, path, seed = arguments
-    # What the file imports from beside it, it finds.
-    sys.path.insert(0, str(Path(file).parent))
     spec = importlib.util.spec_from_file_location("killed_suite", file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} cannot be imported")
