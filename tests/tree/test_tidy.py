@@ -176,24 +176,30 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in python_files}
 
 
-@functools.cache
 def imports_of(text: str, *, types: bool = True) -> frozenset[str]:
     """What a source imports, at its top or inside a function; with `types`, for types alone too."""
-    found: set[str] = set()
-    pending: list[ast.AST] = [ast.parse(text)]
+    always, for_types = _imports_of(text)
+    return always | for_types if types else always
+
+
+@functools.cache
+def _imports_of(text: str) -> tuple[frozenset[str], frozenset[str]]:
+    found: tuple[set[str], set[str]] = set(), set()
+    pending: list[tuple[ast.AST, bool]] = [(ast.parse(text), False)]
     while pending:
-        node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not types:
-            pending += node.orelse
+        node, is_type = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += [(each, True) for each in node.body]
+            pending += [(each, is_type) for each in node.orelse]
             continue
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            found[is_type].update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide the direction"
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+            found[is_type].update(f"{node.module}.{alias.name}" for alias in node.names)
         if not isinstance(node, ast.expr):
-            pending += ast.iter_child_nodes(node)
-    return frozenset(found)
+            pending += [(each, is_type) for each in ast.iter_child_nodes(node)]
+    return frozenset(found[0]), frozenset(found[1])
 
 
 @functools.cache
@@ -298,6 +304,7 @@ LOST_TO_SIGNALS = {
     *("Lock", "RLock", "Condition", "Event", "Semaphore", "BoundedSemaphore", "Barrier", "Timer"),
     *("ThreadPoolExecutor", "Queue", "LifoQueue", "PriorityQueue"),
 }
+LOCKS = re.compile(rf"\b({'|'.join(sorted(LOST_TO_SIGNALS))}|start|acquire)\(")
 # By file and source: why it is right there.
 MAY_BE_LOST = {
     ("endings.py", "threading.RLock()"): "its type is the base of `Lock`",
@@ -314,6 +321,8 @@ ARE_PROGRAMS = {"probe", "testing"}
 
 def locks_lost_to_signals(text: str) -> Iterator[str]:
     """Yield where a source makes, or takes outside of `with`, what a signal can leave taken."""
+    if not LOCKS.search(text):
+        return
     has_threads = "threading.Thread(" in text
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Call):
@@ -563,7 +572,7 @@ def test_file_opens_with_its_promise(path: Path) -> None:
     text = text_of(path)
 
     if path.suffix == ".py":
-        assert ast.get_docstring(ast.parse(text))
+        assert re.match(r'(#.*\n)*r?"""\S', text)
     else:
         assert text.removeprefix("#pragma once").lstrip().startswith("//")
 
