@@ -44,16 +44,17 @@ def cubins(factory: pytest.TempPathFactory) -> Path:
     ]
     parts = [each.read_bytes() for each in sources]
     key = content_key(f"{nvrtc.version()} {chosen}".encode(), *parts)
-    kept = _ROOT / "build" / "tests" / f"cubins-{key[:32]}"
+    kept = _ROOT / "build" / "test-cubins" / key[:32]
 
     def make(folder: Path) -> None:
         if kept.exists():
             return
         script = _ROOT / "native" / "cubins.py"
-        command = [sys.executable, script, Path(_native.__file__).parent, folder / "new", *chosen]
-        subprocess.run(command, capture_output=True, check=True)
+        new = kept.with_suffix(".new")
+        command = [sys.executable, script, Path(_native.__file__).parent, new, *chosen]
         shutil.rmtree(kept.parent, ignore_errors=True)
-        shutil.copytree(folder / "new", kept)
+        subprocess.run(command, capture_output=True, check=True)
+        new.rename(kept)
 
     once(factory, "cubins", make)
     return kept
