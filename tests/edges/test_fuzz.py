@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import resource
 import warnings
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -256,7 +255,7 @@ def test_settings_from_the_environment() -> None:
     fuzz(st.tuples(st.sampled_from(names), values), check, [(n, "-1") for n in names])
 
 
-# Files that the library and its demo keep.
+# Files that the library keeps.
 
 
 def test_compiled_code_on_disk(tmp_path: Path) -> None:
@@ -278,13 +277,6 @@ def test_compiled_code_on_disk(tmp_path: Path) -> None:
     fuzz(st.tuples(near, st.booleans()), check, [(whole, False), (whole, True), (b"", True)])
     assert cache.publish("key", entry)
     assert cache.load("key") == entry
-
-
-def flights(lines: bytes, name: str = "flights.csv") -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as files:
-        files.writestr(name, lines)
-    return buffer.getvalue()
 
 
 # Commands and PRP entries, as the controller meets them.

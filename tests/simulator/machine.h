@@ -64,9 +64,6 @@ class Machine : public Hardware {
   // What a host thread does beside the controllers during each launch; nothing: no such thread.
   void beside(std::function<void(Random&)> work) { beside_ = std::move(work); }
 
-  // Keeps the controllers from serving, as if they had been stopped.
-  void serve_nothing(bool on) { serves_nothing_ = on; }
-
   // What a scenario wants to be checked at rest, after the storage is up to date.
   void at_rest(std::function<void()> check) { checks_.push_back(std::move(check)); }
 
@@ -149,10 +146,6 @@ class Machine : public Hardware {
     const Faults& faults = run_.faults;
     while (!scheduler.stopping()) {
       ++sweeps_;
-      if (serves_nothing_) {
-        scheduler.pause(0);
-        continue;
-      }
       if (is_suspended()) {
         scheduler.pause(uint32_t(timeout_ns() / 64));
         continue;
@@ -219,7 +212,6 @@ class Machine : public Hardware {
   uint64_t next_beat_ns_ = 0;
   uint64_t suspended_until_ns_ = 0;
   bool healed_ = false;
-  bool serves_nothing_ = false;
 };
 
 }  // namespace fw::simulator

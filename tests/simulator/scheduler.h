@@ -146,7 +146,6 @@ class Scheduler {
   uint64_t accesses() const { return points_ + accesses_; }
   uint64_t steps() const { return accesses_ + points_; }  // since the process began: a time
   uint64_t hash() const { return hash_; }
-  uint32_t fibre_count() const { return fibre_count_; }
   const Fibre& fibre(uint32_t id) const { return *fibres_[id]; }
   const Plan& plan() const { return plan_; }
   void fold(uint64_t value) { hash_ = (hash_ ^ value) * 0x100000001B3u; }
