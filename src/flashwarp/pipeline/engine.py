@@ -15,6 +15,7 @@ import numpy.typing as npt
 from flashwarp import _native, config, endings
 from flashwarp.config import cores, integer, number
 from flashwarp.device import CudaDevice, Device
+from flashwarp.device.layouts import size_of
 from flashwarp.device.memory import DeviceMemory, Owned, host_only
 from flashwarp.errors import (
     ArgumentError,
@@ -41,7 +42,6 @@ _WORKERS_MAX = 256
 # second busy that takes 80 us for each.
 _DEPTH = 128
 _LBA_OUT_OF_RANGE = 0x080
-_REQUEST_BYTES = _RESULT_BYTES = _LINE
 
 
 class Ring(NamedTuple):
@@ -217,8 +217,8 @@ class BatchEngine(endings.OfProcess):
             return int(self._memory[-1].address)
 
         port: dict[str, int] = {
-            "requests": allocate(slots * _REQUEST_BYTES),
-            "results": allocate(slots * _RESULT_BYTES),
+            "requests": allocate(slots * size_of("batch_request")),
+            "results": allocate(slots * size_of("batch_result")),
             # Of narrow rows these two are larger than the ring.
             "lists": allocate(slots * rows * 8, shared=self._lists),
             # Only kernels read them on the device, whose engines have copies.

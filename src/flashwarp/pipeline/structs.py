@@ -18,12 +18,6 @@ class RequestStruct(ctypes.Structure):
     _fields_ = fields_of("batch_request")
 
 
-class ResultStruct(ctypes.Structure):
-    """Mirror of `batch::result`."""
-
-    _fields_ = fields_of("batch_result")
-
-
 class RegionsStruct(ctypes.Structure):
     """Mirror of `batch::regions`."""
 
