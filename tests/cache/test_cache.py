@@ -81,15 +81,6 @@ def test_a_line_that_the_cache_does_not_have_is_refused(path: Path) -> None:
         fw.open(path, cache=cache, line="512 B").close()
 
 
-def test_a_closed_cache_binds_no_array(path: Path) -> None:
-    cache = fw.Cache("64 KiB")
-    cache.close()
-    cache.close()
-
-    with pytest.raises(ClosedError):
-        fw.open(path, device="cpu", cache=cache)
-
-
 def test_a_failed_open_leaves_the_cache_usable(path: Path, tmp_path: Path) -> None:
     with fw.Cache("64 KiB") as cache:
         with pytest.raises(FileNotFoundError):

@@ -114,20 +114,6 @@ def test_one_plan_serves_all_and_stays_a_plan() -> None:
 # Files.
 
 
-def test_raw_files_open_in_stripes(tmp_path: Path) -> None:
-    content = np.random.default_rng(1).integers(0, 255, 6 * 8192, dtype=np.uint8)
-    for n in range(3):
-        content.reshape(2, 3, 8192)[:, n].tofile(tmp_path / f"{n}.raw")
-    paths = [tmp_path / f"{n}.raw" for n in range(3)]
-
-    with fw.open(Striped(paths, 8192), dtype="u1", device="cpu") as x:
-        np.testing.assert_array_equal(x[:], content)
-        assert not x.writable
-    with fw.open(Striped(paths, 8192), "r+", dtype="<u4", shape=(10, 7), device="cpu") as y:
-        y[3] = 5
-    assert (np.fromfile(paths[0], "<u4")[21:28] == 5).all()
-
-
 def test_copies_of_a_npy_file_open_as_replicas(tmp_path: Path) -> None:
     content = np.random.default_rng(1).random((100, 33))
     paths = [tmp_path / f"{n}.npy" for n in range(2)]

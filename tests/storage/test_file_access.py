@@ -6,6 +6,7 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,42 +83,30 @@ def test_the_way_is_chosen_by_what_fits_the_memory(
 
 
 @pytest.mark.parametrize("mode", ["r", "r+"])
-def test_a_cold_file_that_fits_goes_through_the_page_cache(folder: Path, mode: str) -> None:
-    make_table(folder / "x.npy")
-
-    with fw.open(folder / "x.npy", mode, device="cpu", cache="1 MiB") as x:
-        told = x.explain()
-
-    assert told.facts["storage"]["o_direct"] is False
-    assert "fit the" in told.reason
-
-
-def test_a_table_that_was_just_created_goes_through_the_page_cache(folder: Path) -> None:
-    with fw.create(folder / "x.npy", "i8", (4096, 512), device="cpu", cache="1 MiB") as x:
-        assert x.explain().facts["storage"]["o_direct"] is False
-
-
-def test_a_large_table_that_was_just_created_goes_through_the_page_cache(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLASHWARP_PAGE_CACHE_SHARE", "1e-6")
-
-    with fw.create(folder / "x.npy", "i8", (4096, 512), device="cpu", cache="1 MiB") as x:
-        assert x.explain().facts["storage"]["o_direct"] is False
-
-
-@pytest.mark.parametrize("mode", ["r", "r+"])
-def test_a_file_that_exceeds_the_memory_goes_past_the_page_cache(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+@pytest.mark.parametrize(
+    ("share", "o_direct", "told"), [("1", False, "fit the"), ("1e-6", True, "exceed the")]
+)
+def test_a_cold_file_goes_through_the_page_cache_if_it_fits_the_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, mode: Any, share: str, o_direct: bool, told: str
 ) -> None:
     make_table(folder / "x.npy")
-    monkeypatch.setenv("FLASHWARP_PAGE_CACHE_SHARE", "1e-6")
+    monkeypatch.setenv("FLASHWARP_PAGE_CACHE_SHARE", share)
 
     with fw.open(folder / "x.npy", mode, device="cpu", cache="1 MiB") as x:
-        told = x.explain()
+        explained = x.explain()
 
-    assert told.facts["storage"]["o_direct"] is True
-    assert "exceed the" in told.reason
+    assert explained.facts["storage"]["o_direct"] is o_direct
+    assert told in explained.reason
+
+
+@pytest.mark.parametrize("share", ["1", "1e-6"])
+def test_a_table_that_was_just_created_goes_through_the_page_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
+    monkeypatch.setenv("FLASHWARP_PAGE_CACHE_SHARE", share)
+
+    with fw.create(folder / "x.npy", "i8", (4096, 512), device="cpu", cache="1 MiB") as x:
+        assert x.explain().facts["storage"]["o_direct"] is False
 
 
 def test_the_frames_of_a_cpu_device_are_not_counted_for_the_page_cache(folder: Path) -> None:
