@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -184,7 +183,6 @@ def check_wait_for_a_late_stream_delays_no_neighbour_on_the_cache() -> None:
         waiter.start()
         assert until(lambda: fake().fake_count(b"cuStreamQuery") > asked + 2, 20) is None
 
-        begun = time.monotonic()
         y.gather(ids, rows, stream=other)
         y.flush()
         with fw.Pipeline(y, 2) as pipeline:
@@ -193,8 +191,7 @@ def check_wait_for_a_late_stream_delays_no_neighbour_on_the_cache() -> None:
         z.gather_async(ids)
         z.close()
 
-        assert time.monotonic() - begun < 10
-        assert waiter.is_alive()
+        assert waiter.is_alive(), "nothing above waits for what it waits for"
         fake().fake_hold(0)
         waiter.join(20)
         assert not waiter.is_alive()

@@ -41,7 +41,9 @@ class NotedStreams(set[int]):
         # Before the look: who ends a stream first takes it out, and then looks for askers.
         askers.add(asker)
         try:
-            yield stream in (self if noted is None else noted)
+            # Others of its number may have come and gone since: these are not asked about.
+            counted = self._askers.get(stream) is askers
+            yield counted and stream in (self if noted is None else noted)
         finally:
             askers.discard(asker)
 
