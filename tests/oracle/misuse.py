@@ -52,7 +52,7 @@ _NASTY: list[Any] = [
     object, object(), _Rude(), int, print, np.zeros(0), np.zeros((0, 4), "i8"), np.zeros(3, bool),
     np.ones(64, bool), np.array(3), np.array([1.5]), np.array(["a"]), np.array([None]),
     np.array([1 << 40]), np.array([-(1 << 62)]), np.array([-1]), np.zeros(4, ">i4"),
-    np.arange(8)[::2], np.zeros((64, 16), "i4").T, np.zeros(4, "M8[s]"), np.zeros(1, "S7"),
+    np.arange(8)[::2], np.zeros((64, 16), "i4").T, np.zeros(1, "S7"),
     np.zeros(4, [("a", "i4")]), np.ma.masked_array([1, 2], [True, False]), np.float64("nan"),
     np.int8(-1), np.zeros((1,) * 32, "i1"), memoryview(b"abcd"), bytearray(9), np.dtype("i4"),
     np.dtype("O"), np.dtype("V0"), np.dtype(("i4", (2,))), Path("/"), Path("/dev/null"),
@@ -105,7 +105,8 @@ def call_wrongly(hand: Hand) -> None:
         "scatter_async(n, values)": lambda: x.scatter_async(n, values).result(),
         "scatter_async(rows, n)": lambda: x.scatter_async(rows, n).result(),
     }
-    name = hand.random.choice([*reads, *stores])
+    # What a read without an order may see of such a store, nobody knows.
+    name = hand.random.choice([*reads, *(() if held.model.loose else stores)])
     found = _refused(hand, name, n, (reads | stores)[name])
     everything = np.arange(held.count)
     if name in stores and not isinstance(found, BaseException):
