@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -568,6 +571,33 @@ def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
     engine.wait("prefetch", engine.submit("prefetch", [3], buffer.ctypes.data))
     np.testing.assert_array_equal(buffer, data[3 * 512 : 4 * 512])
     engine.close()
+
+
+def test_a_killed_process_leaves_whole_blocks_of_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(bytes(256 * 4096))
+    program = f"""
+import numpy as np
+from flashwarp.device import CpuDevice
+from flashwarp.pipeline.engine import BatchEngine
+from flashwarp.storage import File
+engine = BatchEngine(CpuDevice(), File({str(path)!r}, writable=True), rows=256, row_bytes=4096,
+                     batch_rows=256, directions=("write_back",))
+print("on", flush=True)
+n = 0
+while True:
+    n = n % 255 + 1
+    source = np.full((256, 4096), n, np.uint8)
+    engine.wait("write_back", engine.submit("write_back", range(256), source.ctypes.data))
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "on\n"
+        time.sleep(0.3)
+        process.send_signal(signal.SIGKILL)
+    found = np.fromfile(path, np.uint8).reshape(256, 4096)
+    assert (found == found[:, :1]).all()
 
 
 def test_a_request_for_too_many_rows_fails_whole_and_the_next_one_runs() -> None:
