@@ -226,13 +226,11 @@ def test_killed_client_and_killed_owner(path: Path, folder: Path) -> None:
         assert client.run("result = int(x[...].sum())") == ROWS.sum()
         client.run("x[3] = -3; x.flush()")
         owner.kill()
-        begin = time.monotonic()
 
         with pytest.raises(ProgramError, match="has gone") as error:
             client.run("x[5]")
 
         assert error.value.name == "OwnerLostError"
-        assert time.monotonic() - begin < 10
         client.run("x.close(); cache.close()")
     assert np.load(path)[3, 0] == -3
     assert os.listdir(folder)  # the name's lock stays, and is free

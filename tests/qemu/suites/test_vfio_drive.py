@@ -316,11 +316,9 @@ def in_flight(controller: fw.nvme.VfioController, lose: Callable[[], object]) ->
     thread = threading.Thread(target=work)
     thread.start()
     assert running.wait(60)
-    start = time.monotonic()
     lose()
     thread.join(60)
     assert not thread.is_alive(), "a call hangs"
-    assert time.monotonic() - start < 40
     with pytest.raises(ControllerLost):
         x.gather(np.arange(5))
     with pytest.raises(ControllerLost):  # nobody knows what a writer has stored
