@@ -68,7 +68,10 @@ struct RowCalls::Operands {
   bool apart(uint64_t row_bytes) const {
     return indices + count * index_bytes <= rows || rows + count * row_bytes <= indices;
   }
-  RowSize size(RowSize::Verb verb) const { return {verb, uint8_t(index_bytes), 0, 0, count, {}}; }
+  RowSize size(RowSize::Verb verb) const {
+    return {.verb = verb, .index_bytes = uint8_t(index_bytes), .count = count};
+  }
+  RowOperands packed(uint64_t row_bytes) const { return {indices, count, rows, row_bytes}; }
 };
 
 bool ArrayLaunch::run() {
@@ -205,23 +208,7 @@ nb::object RowCalls::gather_on_host(nb::handle idx, nb::handle out, nb::handle e
   Operands operands;
   HostArray indices, rows;
   if (!quiet() || !look_on_host(idx, out, operands, indices, rows)) return nb::none();
-  // The launcher wakes what serves the array, and says what the launch uses.
-  const nb::object uses = staying([&] { return launcher_.attr(names_.wake)(); });
-  const uint64_t ahead =
-      staying([&] { return nb::cast<uint64_t>(launcher_.attr(names_.look_ahead)()); });
-  const RowSize size = operands.size(RowSize::Verb::kGather);
-  const PreparedRows& found = plans_.of(launcher_, size, operands.rows);
-  // A copy: the plan may be forgotten meanwhile.
-  RowParameter parameter = found.parameter;
-  const Plan plan = found.plan;
-  parameter.point_to(operands.indices, operands.count, operands.rows);
-  parameter.look_ahead(ahead);
-  const std::vector<Controller*> controllers = controllers_of(uses);
-  const void* const arguments[] = {parameter.data()};
-  if (!unlocked(
-          [&] { return plan.pool->launch(*plan.kernel, arguments, plan.threads, controllers); })) {
-    return nb::none();
-  }
+  plans_.run(launcher_, operands.size(RowSize::Verb::kGather), operands.packed(row_bytes_));
   moved_.add(operands.count);
   if (failed()) staying([&] { end("gather", nb::none()); });
   return operands.out;
@@ -353,7 +340,7 @@ bool RowCalls::launched(const RowSize& size, const Operands& operands, uintptr_t
   wake();
   PreparedRows& found = plans_.of(launcher_, size, operands.rows);
   // No code of Python runs from here to the launch, so no signal handler makes another call.
-  found.parameter.point_to(operands.indices, operands.count, operands.rows);
+  found.parameter.point_to(operands.packed(row_bytes_));
   void* params[] = {found.parameter.data()};
   const Handle others[] = {handle(launching_->own), handle(after)};
   const Access accesses[] = {{this}};
@@ -376,17 +363,70 @@ bool RowCalls::launched(const RowSize& size, const Operands& operands, uintptr_t
 
 namespace {
 
+// Operands that kernels reach: address, number and size of the indices, and address of the rows.
+using Which = std::tuple<uint64_t, uint64_t, uint8_t, uint64_t>;
+
 bool queue(RowCalls& calls, const std::string& verb, const Which& which, uintptr_t stream,
            uintptr_t after, uint16_t sms, const std::optional<Counting>& counting) {
   const auto& [indices, count, index_bytes, rows] = which;
   const RowSize size = {
-      .verb = verb == "stream" ? RowSize::Verb::kStream : RowSize::Verb::kGather,
+      .verb = verb_of(verb),
       .index_bytes = index_bytes,
       .sms = sms,
       .count = count,
       .counting = counting.value_or(Counting{}),
   };
   return calls.queue(size, indices, rows, stream, after);
+}
+
+// Launches on rows in the turn of whoever calls, for calls that Python has prepared. Of a range the
+// indices have no size, and are bytes; the last of `which` is its first byte, else bytes of a row.
+// Returns false, and does nothing, if there are `others`, or an `end`, and a stream is captured.
+bool launch_rows(RowPlans& plans, nb::handle launcher, const Launching* launching,
+                 const std::string& verb,
+                 const std::tuple<uint64_t, uint64_t, uint8_t, uint64_t, uint64_t>& which,
+                 std::optional<uintptr_t> stream, Handles others,
+                 std::optional<std::tuple<uintptr_t, nb::object, nb::object>> end, uint16_t sms,
+                 const std::optional<Counting>& counting, bool one_by_one, uint64_t strays) {
+  const auto& [indices, count, index_bytes, rows, row_bytes] = which;
+  const RowSize size = {
+      .verb = verb_of(verb),
+      .index_bytes = index_bytes,
+      .one_by_one = one_by_one,
+      .sms = sms,
+      .count = count,
+      .counting = counting.value_or(Counting{}),
+  };
+  const RowOperands operands = {indices, count, rows, row_bytes};
+  if (launching == nullptr) {
+    plans.run(launcher, size, operands, strays);
+    return true;
+  }
+  staying([&] { launcher.attr("wake")(); });
+  PreparedRows& found = plans.of(launcher, size, rows);
+  found.parameter.point_to(operands, 0, strays);
+  void* params[] = {found.parameter.data()};
+  const uintptr_t run = stream.value_or(launching->own);
+  const std::vector<Handle> among = handles(others);
+  if (end || !among.empty()) {
+    ArrayLaunch made = {.launching = *launching,
+                        .prepared = found,
+                        .params = params,
+                        .stream = run,
+                        .others = among};
+    if (end) made.end = std::make_from_tuple<End>(*end);
+    return made.run();
+  }
+  const nb::object launch = found.launch;
+  const Plan& plan = found.plan;
+  const Result result = unlocked([&] {
+    return launching->context.launch(plan.function, plan.blocks, plan.block_threads, params,
+                                     handle(run));
+  });
+  if (result != kSuccess) {
+    staying([&] { launch.attr("refuse")(int(result), run, "cuLaunchKernel"); });
+  }
+  return true;
 }
 
 std::tuple<bool, std::optional<int64_t>> index_bounds(nb::handle array, int64_t length) {
@@ -399,8 +439,7 @@ std::tuple<bool, std::optional<int64_t>> index_bounds(nb::handle array, int64_t 
 // A launch of Python's with arguments that Python has packed.
 bool launch_among(const Launching& launching, nb::object launch, ParamBytes arguments,
                   uintptr_t stream, Handles others, bool both_ways,
-                  nb::typed<nb::sequence, RowCalls> arrays,
-                  std::optional<std::tuple<uintptr_t, nb::object, nb::object>> end) {
+                  nb::typed<nb::sequence, RowCalls> arrays) {
   const Prepared prepared(std::move(launch));
   if (prepared.plan.blocks == 0) return true;
   Params params(arguments);
@@ -414,7 +453,6 @@ bool launch_among(const Launching& launching, nb::object launch, ParamBytes argu
                       .others = among,
                       .both_ways = both_ways,
                       .accesses = accesses};
-  if (end) made.end = std::make_from_tuple<End>(*end);
   return made.run();
 }
 
@@ -433,7 +471,11 @@ void bind_row_calls(nanobind::module_& m) {
   m.def("index_bounds", &fw::native::index_bounds, nb::arg("indices"), nb::arg("length"));
   m.def("launch_among", &fw::native::launch_among, nb::arg("launching"), nb::arg("launch"),
         nb::arg("arguments"), nb::arg("stream"), nb::arg("others"), nb::arg("both_ways"),
-        nb::arg("arrays"), nb::arg("end").none());
+        nb::arg("arrays"));
+  m.def("launch_rows", &fw::native::launch_rows, nb::arg("plans"), nb::arg("launcher"),
+        nb::arg("launching").none(), nb::arg("verb"), nb::arg("which"), nb::arg("stream").none(),
+        nb::arg("others"), nb::arg("end").none(), nb::arg("sms"), nb::arg("counting").none(),
+        nb::arg("one_by_one"), nb::arg("strays"));
   nb::class_<FailureMark>(m, "FailureMark")
       .def(nb::init<uintptr_t, uint64_t, uint64_t>(), nb::arg("first"), nb::arg("stride"),
            nb::arg("kept"))

@@ -65,11 +65,9 @@ class Turn {
 
 // Attributes that every call reads.
 struct Names {
-  nb::object changes = name("changes"), needs_wake = name("needs_wake"), wake = name("wake"),
-             look_ahead = name("look_ahead"), cuda_stream = name("cuda_stream"),
-             requires_grad = name("requires_grad");
+  nb::object changes = interned("changes"), needs_wake = interned("needs_wake"),
+             cuda_stream = interned("cuda_stream"), requires_grad = interned("requires_grad");
 
-  static nb::object name(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }
   // The handle of a stream in any common form; raises ArgumentError.
   uintptr_t stream_of(nb::handle stream) const;
 };

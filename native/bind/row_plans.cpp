@@ -5,6 +5,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -59,12 +61,7 @@ void run(const Plan& plan, const std::vector<nb::bytes>& arguments, nb::handle u
   }
 }
 
-nb::tuple gather(RowPlans& plans, nb::handle launcher, const Which& which) {
-  const auto& [indices, count, index_bytes, rows] = which;
-  PreparedRows& found = plans.of(launcher, {.index_bytes = index_bytes, .count = count}, rows);
-  found.parameter.point_to(indices, count, rows);
-  return nb::make_tuple(found.launch, nb::bytes(found.parameter.data(), found.parameter.nbytes()));
-}
+constexpr const char* kVerbs[] = {"gather", "stream", "prefetch", "scatter"};
 
 }  // namespace
 
@@ -77,20 +74,45 @@ PreparedRows::PreparedRows(nb::object made, const nb::bytes& parameter, const Ro
 
 PreparedRows& RowPlans::of(nb::handle launcher, RowSize size, uint64_t rows) {
   size.alignment = uint8_t(rows % RowSize::kAlignmentMax);
+  if (!deferral_.is_none() && size.count >= count_min_) {
+    // A lease may have broken, or the route past the page cache changed, since a plan was made.
+    size.drain_blocks = staying([&] { return nb::cast<uint8_t>(deferral_.attr("blocks")); });
+  }
   if (PreparedRows* found = plans_.find(size)) return *found;
   const nb::tuple made = staying([&] {
     const nb::object counting =
         size.counting == Counting{} ? nb::none() : nb::cast(nb::tuple(nb::cast(size.counting)));
     const nb::object sms = size.sms == 0 ? nb::none() : nb::cast(size.sms);
     return nb::tuple(launcher.attr("prepare_rows")(name_of(size.verb), size.count, size.index_bytes,
-                                                   rows, counting, sms));
+                                                   rows, counting, sms, size.one_by_one,
+                                                   size.drain_blocks));
   });
   return plans_.keep(size, PreparedRows(made[0], nb::bytes(made[1]), members_));
 }
 
-const char* name_of(RowSize::Verb verb) {
-  constexpr const char* kNames[] = {"gather", "stream", "prefetch"};
-  return kNames[size_t(verb)];
+void RowPlans::run(nb::handle launcher, const RowSize& size, const RowOperands& operands,
+                   uint64_t strays) {
+  // The launcher wakes what serves the array, and says what the launch uses.
+  const nb::object uses = staying([&] { return launcher.attr(wake_)(); });
+  const uint64_t ahead = staying([&] { return nb::cast<uint64_t>(launcher.attr(look_ahead_)()); });
+  // A copy: the plan may be forgotten meanwhile.
+  PreparedRows found = of(launcher, size, operands.rows);
+  found.parameter.point_to(operands, ahead, strays);
+  const std::vector<Controller*> controllers = controllers_of(uses);
+  const void* const arguments[] = {found.parameter.data()};
+  const Plan& plan = found.plan;
+  if (!unlocked(
+          [&] { return plan.pool->launch(*plan.kernel, arguments, plan.threads, controllers); })) {
+    staying([&] { found.launch.attr("refuse")(0, 0, "launch"); });
+  }
+}
+
+const char* name_of(RowSize::Verb verb) { return kVerbs[size_t(verb)]; }
+
+RowSize::Verb verb_of(std::string_view name) {
+  const auto found = std::find(std::begin(kVerbs), std::end(kVerbs), name);
+  if (found == std::end(kVerbs)) throw nb::value_error("there is no such verb");
+  return RowSize::Verb(found - std::begin(kVerbs));
 }
 
 std::vector<Controller*> controllers_of(nb::handle uses) {
@@ -122,9 +144,10 @@ void bind_row_plans(nanobind::module_& m) {
   nb::class_<RowPlans>(m, "RowPlans")
       .def(
           "__init__",
-          [](RowPlans* self, size_t own_members_at, size_t look_ahead_at) {
-            new (self) RowPlans({own_members_at, look_ahead_at});
+          [](RowPlans* self, size_t own_members_at, size_t look_ahead_at, nb::object deferral,
+             uint64_t count_min) {
+            new (self) RowPlans({own_members_at, look_ahead_at}, std::move(deferral), count_min);
           },
-          nb::arg("own_members_at"), nb::arg("look_ahead_at"))
-      .def("gather", &gather, nb::arg("launcher"), nb::arg("which"));
+          nb::arg("own_members_at"), nb::arg("look_ahead_at"), nb::arg("deferral").none(),
+          nb::arg("count_min"));
 }

@@ -19,19 +19,16 @@ uint64_t launch_number() {
   return numbers.fetch_add(1, std::memory_order_relaxed) & kMask;
 }
 
-void RowParameter::point_to(uint64_t indices, uint64_t count, uint64_t rows) {
-  const uint64_t own[] = {indices, count, rows};
-  std::memcpy(bytes_.data() + members_.own_at, own, sizeof own);
+void RowParameter::point_to(const RowOperands& operands, uint64_t look_ahead, uint64_t strays) {
+  const uint64_t late[] = {look_ahead, strays};
+  std::memcpy(bytes_.data() + members_.own_at, &operands, sizeof operands);
+  std::memcpy(bytes_.data() + members_.look_ahead_at, late, sizeof late);
   ListUse use;
   uint8_t* const place = bytes_.data() + bytes_.size() - sizeof use;
   std::memcpy(&use, place, sizeof use);
   if (use.list == 0) return;
   use.launch = launch_number();
   std::memcpy(place, &use, sizeof use);
-}
-
-void RowParameter::look_ahead(uint64_t items) {
-  std::memcpy(bytes_.data() + members_.look_ahead_at, &items, sizeof items);
 }
 
 }  // namespace fw::native

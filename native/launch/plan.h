@@ -34,13 +34,15 @@ struct RowSize {
   static constexpr uint64_t kAlignmentMax = 16;
 
   // A stream is a gather of rows that need no frame.
-  enum class Verb : uint8_t { kGather, kStream, kPrefetch };
+  enum class Verb : uint8_t { kGather, kStream, kPrefetch, kScatter };
 
   Verb verb = Verb::kGather;
-  uint8_t index_bytes = 8;
-  uint8_t alignment = 0;  // of the rows' address, modulo kAlignmentMax
-  uint16_t sms = 0;       // the most multiprocessors; 0: as many as are useful
-  uint64_t count = 0;
+  uint8_t index_bytes = 8;   // 0: a range
+  uint8_t alignment = 0;     // of the rows' address, modulo kAlignmentMax
+  uint8_t drain_blocks = 0;  // that fetch deferred misses, now; 0: nothing is deferred
+  bool one_by_one = false;   // whether a thread of the CPU device takes lines one after the other
+  uint16_t sms = 0;          // the most multiprocessors, or threads; 0: as many as are useful
+  uint64_t count = 0;        // of indices; of bytes of a range
   // How indices count rows, as `row_params` has it; zeros: as the array does.
   std::array<uint64_t, 3> counting = {};
 
@@ -49,16 +51,24 @@ struct RowSize {
 
 struct RowSizeHash {
   size_t operator()(const RowSize& size) const {
-    const uint64_t small = uint64_t(size.sms) << 16 | uint64_t(size.index_bytes) << 8 |
-                           size.alignment << 2 | uint64_t(size.verb);
+    const uint64_t small = uint64_t(size.sms) << 20 | uint64_t(size.drain_blocks) << 12 |
+                           uint64_t(size.index_bytes) << 8 | size.alignment << 3 |
+                           size.one_by_one << 2 | uint64_t(size.verb);
     const auto& [end, front, negative] = size.counting;
     return size_t((size.count << 32 | small) ^ end * 0x9E3779B97F4A7C15 ^
                   front * 0xC2B2AE3D27D4EB4F ^ negative);
   }
 };
 
-// Where the members of `row_params` lie that each call has for itself: indices, count and buffer,
-// and, apart from these, the look-ahead.
+// What a launch on rows has for itself, as `row_params` has it.
+struct RowOperands {
+  uint64_t indices = 0;    // their address; 0: a range
+  uint64_t count = 0;      // of indices; of bytes of a range
+  uint64_t rows = 0;       // the address of the caller's rows
+  uint64_t row_bytes = 0;  // of a range: its first byte
+};
+
+// Where these members lie in `row_params`, and apart from them look-ahead and strays.
 struct RowMembers {
   size_t own_at = 0, look_ahead_at = 0;
 };
@@ -70,9 +80,8 @@ class RowParameter {
   RowParameter(const char* bytes, size_t nbytes, const RowMembers& members)
       : bytes_(bytes, bytes + nbytes), members_(members) {}
 
-  // Makes it the parameter of one call. A launch that defers its misses gets a number of its own.
-  void point_to(uint64_t indices, uint64_t count, uint64_t rows);
-  void look_ahead(uint64_t items);
+  // Makes it the parameter of one launch. One that defers its misses gets a number of its own.
+  void point_to(const RowOperands& operands, uint64_t look_ahead = 0, uint64_t strays = 0);
   uint8_t* data() { return bytes_.data(); }
   size_t nbytes() const { return bytes_.size(); }
 

@@ -25,10 +25,9 @@ pytest.importorskip("cuda.bindings.driver")
 pytest.importorskip("cuda.bindings.nvrtc")
 
 import flashwarp as fw
-from flashwarp import endings
+from flashwarp import _native, endings
 from flashwarp.array import in_flight
 from flashwarp.device import DeviceArray
-from flashwarp.device.cuda import _CudaLaunch
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -578,7 +577,7 @@ def check_call_that_was_launched_in_part_keeps_its_seat() -> None:
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_CudaLaunch, "among", break_off)
+            patch.setattr(_native, "launch_rows", break_off)
             with pytest.raises(KeyboardInterrupt):
                 x.scatter_async(index, values)
         seats = [seat for queue in made._queues for seat in queue.seats]

@@ -12,7 +12,8 @@ import flashwarp as fw
 from flashwarp.cache import miss_list
 from flashwarp.cache.miss_list import ListUseStruct, MissListStruct, allocate_misses
 from flashwarp.errors import ArgumentError
-from flashwarp.launch.deferral import NOT_DEFERRED, Deferral
+from flashwarp.launch.deferral import Deferral
+from flashwarp.launch.rows import NOT_DEFERRED, Deferred
 
 LIST = 0x1000
 WARPS = 132 * 8
@@ -36,9 +37,13 @@ def deferral(facts: Any, address: int | None = LIST) -> Deferral:
     return Deferral(SimpleNamespace(misses=held), facts)  # type: ignore[arg-type]
 
 
+def choice(found: Deferral, items: int, warps: int, bundle: int, **how: bool) -> Deferred:
+    return found.of(items, warps, bundle, found.blocks, **how)
+
+
 def blocks_of(facts: Any, address: int | None = LIST) -> int:
     """How many blocks of a launch drain that is large enough for any number."""
-    found = deferral(facts, address).of(1 << 20, 1 << 15, 32)
+    found = choice(deferral(facts, address), 1 << 20, 1 << 15, 32)
     used = ListUseStruct(*found)
     assert used.list == (LIST if used.blocks else 0)
     assert used.bundle == (32 if used.blocks else 0)
@@ -70,21 +75,21 @@ def test_launches_of_any_size_defer_but_those_of_few_warps(
     found = deferral(service(waits_for_disk=blocks == 2))
 
     assert found.blocks == blocks
-    assert found.of(warps - 1, warps - 1, bundle) == NOT_DEFERRED
+    assert choice(found, warps - 1, warps - 1, bundle) == NOT_DEFERRED
     for many in (1, 2, 17, 1000):
-        assert found.of(warps * many, warps * many, bundle) != NOT_DEFERRED
+        assert choice(found, warps * many, warps * many, bundle) != NOT_DEFERRED
 
 
 def test_elements_defer_only_on_demand() -> None:
-    assert deferral(service()).of(1 << 20, WARPS, 32, elements=True) == NOT_DEFERRED
+    assert choice(deferral(service()), 1 << 20, WARPS, 32, elements=True) == NOT_DEFERRED
 
 
 def test_launch_of_few_blocks_for_each_that_drains_defers_nothing() -> None:
     many = service(namespace_count=32, slots=1 << 20)
 
     assert deferral(many).blocks == 64
-    assert deferral(many).of(1 << 20, 2047, 32) == NOT_DEFERRED
-    assert deferral(many).of(1 << 20, 2048, 32) != NOT_DEFERRED
+    assert choice(deferral(many), 1 << 20, 2047, 32) == NOT_DEFERRED
+    assert choice(deferral(many), 1 << 20, 2048, 32) != NOT_DEFERRED
 
 
 def test_array_without_a_list_defers_nothing() -> None:
@@ -94,11 +99,11 @@ def test_array_without_a_list_defers_nothing() -> None:
 def test_lease_that_breaks_makes_launches_defer() -> None:
     facts = service(plain_reads=True)
     found = deferral(facts)
-    assert found.of(1 << 20, 1 << 15, 32) == NOT_DEFERRED
+    assert choice(found, 1 << 20, 1 << 15, 32) == NOT_DEFERRED
 
     facts.plain_reads = False
 
-    assert found.of(1 << 20, 1 << 15, 32) != NOT_DEFERRED
+    assert choice(found, 1 << 20, 1 << 15, 32) != NOT_DEFERRED
 
 
 @pytest.mark.parametrize("asked", [0, 3, 255])
@@ -143,7 +148,7 @@ def test_setting_out_of_its_limits_is_refused(monkeypatch: pytest.MonkeyPatch, a
 
 
 def test_each_launch_has_a_number_of_its_own() -> None:
-    numbers = [deferral(service()).of(1 << 20, 1 << 15, 32)[1] for _ in range(6)]
+    numbers = [choice(deferral(service()), 1 << 20, 1 << 15, 32)[1] for _ in range(6)]
 
     assert len(set(numbers)) == 6
     assert 0 not in numbers

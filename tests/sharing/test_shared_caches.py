@@ -569,7 +569,7 @@ def test_array_that_the_owner_closes(owner: fw.Cache, client: fw.Cache, tmp_path
     with fw.open(tmp_path / "b.npy", cache=owner) as other:
         assert (other[...] == 2).all()
         begins = other._attachment.launcher.volume.line_begin
-        assert begins == theirs._attachment.launcher._params.line_begin
+        assert begins == theirs._attachment.launcher.line_begin
         with pytest.raises(ClosedError, match="is closed"):
             theirs[...]
     theirs.close()

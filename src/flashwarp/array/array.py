@@ -196,7 +196,7 @@ class Array(Protocols):
             rows = attachment.row_calls.gather(idx, out, stream, attachment.finish)
         except DeviceError as error:
             self._turns.raise_reason(error)
-        return self._gather(idx, out, stream) if rows is None else rows
+        return self._gather(in_memory(idx), out, stream) if rows is None else rows
 
     _gather = loads(moving.gather)
 
@@ -213,7 +213,7 @@ class Array(Protocols):
         BoundsError, IndexDtypeError, ArgumentError
             For what numpy refuses, single booleans and names of fields; nothing is read then.
         """
-        key = in_memory(key)  # in its own turn, see `loads`
+        key = in_memory(key)
         if is_foreign(key):
             return self.gather(key)
         return self._select(select(key, self.shape))
@@ -289,13 +289,12 @@ class Array(Protocols):
                 return
         except DeviceError as error:
             self._turns.raise_reason(error)
-        self._prefetch(idx_or_slice, stream)
+        self._prefetch(in_memory(idx_or_slice), stream)
 
     _prefetch = loads(moving.prefetch)
 
     # Writing.
 
-    @stores
     def scatter(self, idx: object, values: object, stream: object = None) -> None:
         """Store rows: ``self[idx] = values``.
 
@@ -323,7 +322,9 @@ class Array(Protocols):
         BoundsError, IndexDtypeError, CaptureError
             As for `gather`.
         """
-        moving.scatter(self, idx, values, stream)
+        self._scatter(in_memory(idx), in_memory(values), stream)
+
+    _scatter = stores(moving.scatter)
 
     def scatter_async(
         self,
@@ -380,7 +381,7 @@ class Array(Protocols):
         BoundsError, IndexDtypeError, ArgumentError, ReadOnlyError
             For what numpy refuses, and as for `__getitem__`; nothing is stored then.
         """
-        key, value = in_memory(key), in_memory(value)  # in their own turns, see `loads`
+        key, value = in_memory(key), in_memory(value)
         if is_foreign(key):
             self.scatter(key, value)
             return

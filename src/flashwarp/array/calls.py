@@ -93,20 +93,23 @@ class Calls(InFlight):
         self, verb: Verb, idx: object, operand: object, stream: object, ordered: bool
     ) -> Future[Any]:
         """Start a call; see `Array.gather_async` and `Array.scatter_async`."""
-        if verb == "gather":
-            found: Any = self._row_calls.operands(idx, operand, stream)
-            if found is not None:
-                return self._make_short(idx, ordered, *found)
-        chosen = self._operands.choose(idx)
-        library = self._operands.place_of(chosen)[1]
         gather = verb == "gather"
-        if gather:
-            rows = self._operands.target(operand, chosen, stream)
+        short: Any = self._row_calls.operands(idx, operand, stream) if gather else None
+        after: tuple[int, ...]
+        if short is not None:  # of tensors
+            out, before, (indices, count, index_bytes, address) = short
+            chosen: range | Index = Index(indices, (count,), index_bytes, "torch", idx, False)
+            rows, after = Rows(address, out, None, "torch"), (before,)
         else:
-            rows = self._operands.source(operand, chosen)
-        after = self._streams_before(stream, library, rows.library)
-        if not self._launcher.on_cpu:
-            self._refuse_capture(verb, after)
+            chosen = self._operands.choose(idx)
+            library = self._operands.place_of(chosen)[1]
+            if gather:
+                rows = self._operands.target(operand, chosen, stream)
+            else:
+                rows = self._operands.source(operand, chosen)
+            after = self._streams_before(stream, library, rows.library)
+            if not self._launcher.on_cpu:
+                self._refuse_capture(verb, after)
         future: Future[Any] = Future(
             self, rows.array if gather else None, on_host=gather and rows.held is not None
         )
@@ -121,24 +124,6 @@ class Calls(InFlight):
             future.set_result(call.finish(None))
         return future
 
-    def _make_short(
-        self,
-        idx: object,
-        ordered: bool,
-        out: Any,
-        stream: int,
-        which: tuple[int, int, int, int],
-    ) -> Future[Any]:
-        """Start a gather whose operands are tensors."""
-        indices, count, index_bytes, address = which
-        index = Index(indices, (count,), index_bytes, "torch", idx, checked=False)
-        rows = Rows(address, out, None, "torch")
-        future: Future[Any] = Future(self, out, on_host=False)
-        call = Call("gather", index, rows, (stream,), future, tensors=which, ordered=ordered)
-        call.quick, call.result = True, out
-        self._submit(call)
-        return future
-
     def _refuse_capture(self, verb: Verb, after: Sequence[int]) -> None:
         device = self._device
         instead = f"use {verb}(.., stream=)"
@@ -150,12 +135,12 @@ class Calls(InFlight):
                 f"call: {instead}"
             )
 
-    def _streams_before(self, stream: object, *libraries: str) -> list[int]:
+    def _streams_before(self, stream: object, *libraries: str) -> tuple[int, ...]:
         """Return the streams whose work comes first: the caller's, or those of its libraries."""
         if stream is not None:
-            return [stream_handle(stream)]
+            return (stream_handle(stream),)
         device = self._device
-        return [device.current_stream(name).handle for name in {*libraries} - {"numpy"}]
+        return tuple(device.current_stream(name).handle for name in {*libraries} - {"numpy"})
 
     def _submit(self, call: Call) -> None:
         enter = functools.partial(self._enter, call)
@@ -251,19 +236,14 @@ class Calls(InFlight):
             raise
 
     def _start(self, call: Call, seat: Seat, queue: Queue) -> None:
-        stream = queue.stream.handle
-        end = End(seat.event.handle, queue.calls, call)
-        if call.tensors is None:
+        end, others = End(seat.event.handle, queue.calls, call), call.after
+        if call.verb == "scatter" or isinstance(call.chosen, range):
             for before in call.after:
                 self._device.order(before, queue.stream)
-            call.start(seat.launcher, stream, end)
-            return
-        launch, params = seat.launcher.plans.gather(seat.launcher, call.tensors)
-        seat.launcher.wake()
-        if not launch.among((params,), stream, (*call.after,), end=end):
+            others = ()
+        if not call.start(seat.launcher, queue.stream.handle, end, others):
             self._refuse_capture(call.verb, call.after)
             raise CaptureError("a stream of the library's is being captured")
-        self._launcher.moved.add(call.tensors[1])
 
     def _spoil(self, call: Call, seat: Seat, queue: Queue) -> None:
         # A check of its indices may run, and note strays in the seat.

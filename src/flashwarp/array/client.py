@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, endings
-from flashwarp._jit.cuda_context import End
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.stats import Stats
 from flashwarp.cache.cache import Cache
@@ -35,14 +34,15 @@ from flashwarp.errors import (
     OwnerLostError,
     SharedCacheError,
 )
-from flashwarp.launch.launcher import Counting, Verb
+from flashwarp.launch.launcher import Verb
 from flashwarp.launch.operands import Index, Operands
 from flashwarp.launch.rows import (
     BYTES_WORTH_A_THREAD,
     RowFormat,
+    RowPacking,
     RowParams,
+    Which,
     host_indices,
-    segments_per_row,
 )
 from flashwarp.policy import CLOCK
 from flashwarp.sharing.messages import ITEMS_MAX
@@ -75,11 +75,17 @@ class ClientParams(ctypes.Structure):
     _fields_ = fields_of("client_params", rows=RowParams)
 
 
-class _Owners:
-    """What only the owner of a shared cache has. Every use raises."""
+# The members of `ClientParams` behind `rows`.
+_CLIENT_MEMBERS = struct.Struct("=8Q")
+assert ctypes.sizeof(RowParams) + _CLIENT_MEMBERS.size == ctypes.sizeof(ClientParams)
 
-    def __init__(self, what: str) -> None:
+
+class _Owners:
+    """What only the owner of a shared cache has, but for some facts. Every other use raises."""
+
+    def __init__(self, what: str, **facts: object) -> None:
         self._what = what
+        self.__dict__.update(facts)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -91,59 +97,8 @@ class _Owners:
         )
 
 
-class _Service(_Owners):
-    """Stands for what serves the array in the owner's process."""
-
-    changes = 0
-    route = "shared"
-    reason = "lines are read in the owner's memory, and the owner fetches those that are absent"
-    leased = False
-    in_place = 0
-
-    def __init__(self) -> None:
-        super().__init__("what serves an array")
-
-
-class _Calls(_Owners):
-    """Stands for the asynchronous calls, which a client has not."""
-
-    busy = False
-
-    def __init__(self) -> None:
-        super().__init__("an asynchronous call or one on a stream")
-
-    def raise_lost(self) -> None:
-        """Raise nothing: there are no calls."""
-
-    def wait(self) -> None:
-        """Wait for nothing."""
-
-    def come_behind(self, stores: bool) -> None:
-        """Wait for nothing: calls end before they return."""
-
-
-class _RowCalls:
-    """Stands for the calls that run in the extension: a client's all take the ordinary way."""
-
-    changes = 0
-
-    def gather(self, *operands: object) -> None:
-        """Leave the gather to the ordinary way."""
-
-    prefetch = gather
-
-    def shut(self) -> None:
-        """End nothing: there are no such calls."""
-
-
-class _File(_Owners):
-    """Stands for the storage, which the owner has open."""
-
-    closed = False
-
-    def __init__(self, path: str) -> None:
-        super().__init__("the storage of an array")
-        self.path = path
+def _nothing(*_: object) -> None:
+    """Stand for calls of the extension, and waits for asynchronous calls: there are none."""
 
 
 class ClientLauncher(_Owners):
@@ -153,6 +108,8 @@ class ClientLauncher(_Owners):
     ----------
     hits, misses, bytes_used : int
         Line accesses that found their line, those that asked the owner, and bytes for the caller.
+    line_begin : int
+        The array's first line number.
     """
 
     copies = None
@@ -167,7 +124,15 @@ class ClientLauncher(_Owners):
     ) -> None:
         super().__init__("a kernel's view of an array")
         self.format = format
-        self.service = _Service()
+        self.service = _Owners(
+            "what serves an array",
+            changes=0,
+            route="shared",
+            reason="lines are read in the owner's memory, and the owner fetches those that are "
+            "absent",
+            leased=False,
+            in_place=0,
+        )
         self.graphs = _native.CudaGraphs()
         self.hits = self.misses = self.bytes_used = self.requests = 0
         self.stored = False  # since the last flush
@@ -177,7 +142,8 @@ class ClientLauncher(_Owners):
         self._number = opened["array"]
         self._on_cpu = self._device.kind == "cpu"
         self._stage = np.frombuffer(client.stage.owner, np.uint8)[: client.facts.stage_bytes]
-        self._segments = segments_per_row(max(1, format.row_bytes), line_bytes)
+        self._packing = RowPacking(format, line_bytes, geometry=client.geometry)
+        self._segments = self._packing.segments
         self._kernels = self._device.kernels_for(CLOCK)
         at_once = client.facts.lines_at_once
         self._memory: list[DeviceMemory] = []
@@ -185,22 +151,12 @@ class ClientLauncher(_Owners):
         self._list = self._allocate(_SEGMENTS_MAX * _LISTED.itemsize)
         self._places = self._allocate(_SEGMENTS_MAX * 4)
         # Kernels on a GPU do not reach the stage.
-        handed = client.stage.address if self._on_cpu else self._allocate(at_once * line_bytes)
-        self._params = ClientParams(
-            RowParams(
-                geometry=client.geometry,
-                row_count=format.row_count,
-                from_end=format.row_count,
-                index_bytes=8,
-                segments=self._segments,
-            ),
-            line_begin=opened["line_begin"],
-            epoch=client.epoch_address(opened["slot"]),
-            epoch_opened=opened["epoch"],
-            missed=self._missed,
-            list=self._list,
-            handed=handed,
-        )
+        self._handed = client.stage.address
+        if not self._on_cpu:
+            self._handed = self._allocate(at_once * line_bytes)
+        self.line_begin = opened["line_begin"]
+        epoch = client.epoch_address(opened["slot"])
+        self._opened = self.line_begin, epoch, opened["epoch"], self._missed
 
     def _allocate(self, nbytes: int) -> int:
         self._memory.append(self._device.allocate(nbytes))
@@ -220,8 +176,6 @@ class ClientLauncher(_Owners):
         chosen: range | Index,
         buffer: int,
         stream: int | None = None,
-        end: End | None = None,
-        counting: Counting | None = None,
         sms: int | None = None,
     ) -> None:
         """Move chosen rows, and return when they are there."""
@@ -241,30 +195,27 @@ class ClientLauncher(_Owners):
 
     def _gather_rows(self, index: Index, buffer: int, stream: int | None) -> None:
         row, step = self.format.row_bytes, _SEGMENTS_MAX // self._segments
-        rows = self._params.rows
-        rows.row_bytes, rows.index_bytes = row, index.itemsize
         for first in range(0, len(index), step):
             count = min(step, len(index) - first)
-            rows.indices, rows.index_count = index.address + first * index.itemsize, count
-            rows.rows = buffer + first * row
-            self._gather(count * self._segments, stream)
+            indices = index.address + first * index.itemsize
+            which = indices, count, index.itemsize, buffer + first * row, row
+            self._gather(which, count * self._segments, stream)
 
     def _gather_bytes(self, begin: int, nbytes: int, buffer: int, stream: int | None) -> None:
         """Gather a range of the array."""
-        rows, step = self._params.rows, (_SEGMENTS_MAX - 1) * self._line
-        rows.indices = 0
+        step = (_SEGMENTS_MAX - 1) * self._line
         for first in range(0, nbytes, step):
-            rows.index_count, rows.row_bytes = min(step, nbytes - first), begin + first
-            rows.rows = buffer + first
-            self._gather(-(-rows.index_count // self._line) + 1, stream)
+            count = min(step, nbytes - first)
+            which = 0, count, 0, buffer + first, begin + first
+            self._gather(which, -(-count // self._line) + 1, stream)
 
-    def _gather(self, segments: int, stream: int | None) -> None:
+    def _gather(self, which: Which, segments: int, stream: int | None) -> None:
         """Copy what is resident, and ask the owner for the rest."""
-        found = self._copy_resident(segments, stream)
+        found = self._copy_resident(which, segments, stream)
         self.hits += found.hits
         self.misses += found.missed
         if found.missed:
-            found = self._fetch(found, segments, stream)
+            found = self._fetch(found, which, segments, stream)
         self.bytes_used += found.nbytes
         if found.strays:
             bad = found.stray - (1 << 64) if found.stray >> 63 else found.stray
@@ -273,13 +224,13 @@ class ClientLauncher(_Owners):
                 f"{self.format.row_count}, such as {bad}: their rows are zero"
             )
 
-    def _copy_resident(self, segments: int, stream: int | None) -> _Found:
+    def _copy_resident(self, which: Which, segments: int, stream: int | None) -> _Found:
         device = self._device
         device.clear(self._missed, _MISSED.size, stream)
-        self._launch("gather_resident", segments, stream)
+        self._launch("gather_resident", which, segments, stream, (self._list, 0, 0))
         return _Found(*_MISSED.unpack(device.download(self._missed, _MISSED.size, stream)))
 
-    def _fetch(self, found: _Found, segments: int, stream: int | None) -> _Found:
+    def _fetch(self, found: _Found, which: Which, segments: int, stream: int | None) -> _Found:
         """Let the owner fetch the lines that are absent, and copy them."""
         at_once = self._client.facts.lines_at_once
         listed, lines, place = self._listed(found.missed, stream)
@@ -289,11 +240,11 @@ class ClientLauncher(_Owners):
             for first in range(0, len(lines), at_once):
                 part = lines[first : first + at_once]
                 self.ask("read", part.astype("<i8").tobytes(), hand=0)
-            found = self._copy_resident(segments, stream)
+            found = self._copy_resident(which, segments, stream)
             if not found.missed:
                 return found
             listed, lines, place = self._listed(found.missed, stream)
-        self._take_handed(listed, lines, place, stream)
+        self._take_handed(which, listed, lines, place, stream)
         return found
 
     def _listed(self, missed: int, stream: int | None) -> tuple[Any, Any, Any]:
@@ -304,33 +255,38 @@ class ClientLauncher(_Owners):
         order = np.argsort(place, kind="stable")
         return listed[order], lines, place[order]
 
-    def _take_handed(self, listed: Any, lines: Any, place: Any, stream: int | None) -> None:
+    def _take_handed(
+        self, which: Which, listed: Any, lines: Any, place: Any, stream: int | None
+    ) -> None:
         """Copy listed pieces out of what the owner hands over, so that nobody has to try again."""
-        device, params = self._device, self._params
+        device = self._device
         device.upload(self._list, listed.view("u1"), stream)
         at_once = self._client.facts.lines_at_once
         for first in range(0, len(lines), at_once):
             part = lines[first : first + at_once]
-            begin, end = np.searchsorted(place, (first, first + len(part)))
+            begin, end = (int(n) for n in np.searchsorted(place, (first, first + len(part))))
             self.ask("read", part.astype("<i8").tobytes(), hand=1)
             if not self._on_cpu:
-                device.upload(params.handed, self._stage[: len(part) * self._line], stream)
+                device.upload(self._handed, self._stage[: len(part) * self._line], stream)
             places = (place[begin:end] - first).astype(np.uint32)
             device.upload(self._places, places, stream)
-            params.list = self._list + int(begin) * _LISTED.itemsize
-            params.places, params.count = self._places, int(end - begin)
-            self._launch("take_handed", params.count, stream)
+            pieces = self._list + begin * _LISTED.itemsize, self._places, end - begin
+            self._launch("take_handed", which, end - begin, stream, pieces)
             device.wait(stream)
-        params.list = self._list
 
-    def _launch(self, name: str, items: int, stream: int | None) -> None:
+    def _launch(
+        self, name: str, which: Which, items: int, stream: int | None, pieces: tuple[int, int, int]
+    ) -> None:
+        """Launch a kernel; `pieces` are the list, the places of its lines, and how many it has."""
         # A warp of a GPU copies one line after the other, so a few lines go to a warp each.
         bundle = min(_LANES, max(1, items // self._device.warps_at_once))
         each = max(1, BYTES_WORTH_A_THREAD // self._line) if self._on_cpu else bundle
-        self._params.rows.bundle = bundle
+        listed, *rest = pieces
+        params = self._packing.pack(which, bundle)
+        params += _CLIENT_MEMBERS.pack(*self._opened, listed, self._handed, *rest)
         # A power of two of warps, so that few launches are prepared.
         warps = 1 << (-(-items // each) - 1).bit_length()
-        launch = self._kernels.launch_of(name, warps, ctypes.sizeof(ClientParams))
+        launch = self._kernels.launch_of(name, warps, len(params))
         client = self._client
         uses = (
             *(owner for each in self._memory for owner in each.owners),
@@ -338,7 +294,7 @@ class ClientLauncher(_Owners):
             *client.frames.owners,
             client.stage.owner,
         )
-        launch((bytes(self._params),), stream, uses)
+        launch((params,), stream, uses)
 
     def _host_rows(self, index: Index, stream: int | None) -> npt.NDArray[np.int64]:
         """Copy indices to the host, all within bounds."""
@@ -379,7 +335,6 @@ class ClientLauncher(_Owners):
         self,
         chosen: range | Index,
         stream: int | None = None,
-        warps: int | None = None,
     ) -> None:
         """Ask the owner to prefetch rows."""
         row = self.format.row_bytes
@@ -444,7 +399,8 @@ class ClientAttachment(Attachment):
         }
         self._cache = cache
         self._client = client
-        self.storage = _File(path)  # type: ignore[assignment]
+        facts = {"path": path, "closed": False}
+        self.storage = _Owners("the storage of an array", **facts)  # type: ignore[assignment]
         self.controller = _Owners("the controller")  # type: ignore[assignment]
         self.writable = writable
         self.closed = False
@@ -458,8 +414,12 @@ class ClientAttachment(Attachment):
         format_ = RowFormat(layout.dtype, layout.shape)
         self.launcher = ClientLauncher(client, format_, opened, cache.line_bytes)
         self.operands = Operands(client.device, format_, client.device)
-        self.row_calls = _RowCalls()  # type: ignore[assignment]
-        self.calls = _Calls()  # type: ignore[assignment]
+        nothing = dict.fromkeys(("gather", "prefetch", "shut"), _nothing)
+        self.row_calls = _Owners("a call", changes=0, **nothing)  # type: ignore[assignment]
+        nothing = dict.fromkeys(("raise_lost", "wait", "come_behind"), _nothing)
+        self.calls = _Owners(  # type: ignore[assignment]
+            "an asynchronous call or one on a stream", busy=False, **nothing
+        )
         client.arrays.add(self)
         endings.remember(self)
 

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,12 +88,11 @@ class Call:
     verb: Verb
     chosen: range | Index
     rows: Rows
-    after: Sequence[int]  # streams whose present work runs before the call
+    after: tuple[int, ...]  # streams whose present work runs before the call
     future: Future[Any]
     lines: int = 0  # that a prefetch of its rows asks for
     fetching: bool = False
     seat: Seat | None = None
-    tensors: tuple[int, int, int, int] | None = None  # for `RowPlans.gather`
     ordered: bool = True  # behind what it conflicts with, and before what follows
     quick: bool = False  # whether `Device.end_calls` may end it, with this result
     result: Any = None
@@ -103,9 +102,16 @@ class Call:
         """The method that made it, for errors."""
         return f"{self.verb}_async"
 
-    def start(self, launcher: Launcher, stream: int | None, end: End | None = None) -> None:
-        """Launch it."""
-        launcher.move(self.verb, self.chosen, self.rows.address, stream, end, ordered=False)
+    def start(
+        self,
+        launcher: Launcher,
+        stream: int | None = None,
+        end: End | None = None,
+        others: tuple[int, ...] = (),
+    ) -> bool:
+        """Launch it, in no order; see `Launcher.move`."""
+        at = self.rows.address
+        return launcher.move(self.verb, self.chosen, at, stream, end, ordered=False, others=others)
 
     def finish(self, stream: object) -> Any:
         """Return its result, once its launch is over."""
@@ -334,7 +340,7 @@ class InFlight:
     def _outcome(self, queue: Queue, call: Call, seat: Seat) -> Any:
         if self._launcher.on_cpu:
             self._fetch_ahead(queue)
-            call.start(seat.launcher, None)
+            call.start(seat.launcher)
         elif seat.marked:
             seat.event.done()
         else:
@@ -352,7 +358,7 @@ class InFlight:
         for rows in endings.holding([self._changed], choose):
             # If the array was closed meanwhile, no caller needs the lines any more.
             with contextlib.suppress(ClosedError):
-                self._launcher.prefetch(rows, warps=1)
+                self._launcher.prefetch(rows, threads=1)
 
     @staticmethod
     def _reads_behind(queue: Queue, room: int) -> list[range | Index]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from flashwarp import endings
@@ -22,19 +21,14 @@ from flashwarp.errors import (
     DeviceError,
     ForkError,
     RouteError,
-    StorageError,
 )
 from flashwarp.launch.launcher import Watcher
-from flashwarp.launch.operands import in_memory
 
 __all__ = ["Turns", "loads", "stores"]
 
 A = TypeVar("A", bound=Any)
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# Parameters that a call reads, and for which a caller may give another `Array`.
-_OPERANDS = {"idx", "idx_or_slice", "values", "value"}
 
 
 class Turns:
@@ -124,25 +118,21 @@ class Turns:
 
     # Acting in the turn.
 
-    def run(self, call: Callable[[], R]) -> R:
-        """Make a call in the array's turn."""
-        return endings.holding((self._attachment.cache.turn,), functools.partial(self._run, call))
-
-    def _run(self, call: Callable[[], R]) -> R:
-        try:
-            self.begin()
-            return call()
-        except DeviceError as error:
-            self.raise_reason(error)
+    @property
+    def lock(self) -> endings.Lock:
+        """What is held in the array's turn."""
+        return self._attachment.cache.turn
 
     def act(self, act: Callable[[], R]) -> R:
         """Act in the array's turn, by what no CUDA graph can have."""
         self.come_behind(False)
-        return self.run(functools.partial(self._act, act))
-
-    def _act(self, act: Callable[[], R]) -> R:
-        self._refuse_capture()
-        return act()
+        try:
+            with self.lock:
+                self.begin()
+                self._refuse_capture()
+                return act()
+        except DeviceError as error:
+            self.raise_reason(error)
 
     def act_after_calls(self, act: Callable[[], None]) -> None:
         """Wait for asynchronous calls made before, then act in the array's turn."""
@@ -155,7 +145,8 @@ class Turns:
         """Read a fact in the array's turn, whoever has the array and whatever has failed."""
         self.check_usable()
         try:
-            return endings.holding((self._attachment.cache.turn,), read)
+            with self.lock:
+                return read()
         except DeviceError as error:
             self.raise_reason(error)
 
@@ -208,46 +199,43 @@ class Turns:
             If the array was handed over.
         """
         self.refuse_others(None)
-        stale = endings.holding([self._attachment.cache.turn], self._leave_old_lines)
+        attachment, service = self._attachment, self._attachment.launcher.service
+        with self.lock:
+            changes = service.changes
+            if changes == attachment.row_calls.changes:
+                return
+            if self._strict == "in_place" and service.route != self._strict:
+                raise RouteError(
+                    f"strict='in_place', but a writer has opened {attachment.place}, so it cannot "
+                    "be read in place any more: close the array, and open it again when the writer "
+                    "has closed the file"
+                )
+            attachment.drop_lines(drop_dirty=False)
+            attachment.row_calls.changes = changes
+            stale = service.take_stale()
         if stale is not None:
             raise stale
-
-    def _leave_old_lines(self) -> StorageError | None:
-        attachment, service = self._attachment, self._attachment.launcher.service
-        changes = service.changes
-        if changes == attachment.row_calls.changes:
-            return None
-        if self._strict == "in_place" and service.route != self._strict:
-            raise RouteError(
-                f"strict='in_place', but a writer has opened {attachment.place}, so it cannot be "
-                "read in place any more: close the array, and open it again when the writer has "
-                "closed the file"
-            )
-        attachment.drop_lines(drop_dirty=False)
-        attachment.row_calls.changes = changes
-        return service.take_stale()
 
 
 def loads(
     method: Callable[Concatenate[A, P], R], *, stores: bool = False
 ) -> Callable[Concatenate[A, P], R]:
-    """Serialise operations on the array, so that an error belongs to the call that raises it."""
-    names = tuple(inspect.signature(method).parameters)[1:]
-    places = [place for place, name in enumerate(names) if name in _OPERANDS]
+    """Serialise operations on the array, so that an error belongs to the call that raises it.
+
+    No operand may be an array of ours: if two threads each read the other's array in their own
+    turn, both would wait for ever. `in_memory` copies it before.
+    """
 
     @functools.wraps(method)
     def call(self: A, /, *args: P.args, **kwargs: P.kwargs) -> R:
         turns: Turns = self._turns
         turns.come_behind(stores)
-        given: Sequence[Any] = args
-        # Before the turn: if two threads each read the other's array in their own turn, both would
-        # wait for ever.
-        for place in places:
-            if place < len(given):
-                given = (*given[:place], in_memory(given[place]), *given[place + 1 :])
-            elif names[place] in kwargs:
-                kwargs[names[place]] = in_memory(kwargs[names[place]])
-        return turns.run(functools.partial(method, self, *given, **kwargs))
+        try:
+            with turns.lock:
+                turns.begin()
+                return method(self, *args, **kwargs)
+        except DeviceError as error:
+            turns.raise_reason(error)
 
     return call
 

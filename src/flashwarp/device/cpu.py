@@ -42,7 +42,6 @@ from flashwarp.policy import Policy
 
 if TYPE_CHECKING:
     from flashwarp._jit.compiler import Source
-    from flashwarp._jit.cuda_context import End
     from flashwarp._jit.host_compiler import HostArtifact
 
 # Transparent huge pages come in this size.
@@ -231,7 +230,6 @@ class _CpuLaunch(PreparedLaunch):
         arguments: Sequence[bytes],
         stream: int | None,
         uses: Sequence[object] = (),
-        end: End | None = None,
     ) -> None:
         device = self._device
         device._check_usable()
@@ -243,6 +241,9 @@ class _CpuLaunch(PreparedLaunch):
             raise
         except RuntimeError as error:
             raise device._ended(error) from error
+
+    def refuse(self, result: int, stream: int, call: str) -> None:
+        raise self._device._ended(RuntimeError("its threads were ended"))
 
 
 class _CpuEvent(Event):

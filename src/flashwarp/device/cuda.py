@@ -450,19 +450,14 @@ class _CudaLaunch(PreparedLaunch):
         arguments: Sequence[bytes],
         stream: int | None,
         uses: Sequence[object] = (),
-        end: cuda_context.End | None = None,
     ) -> None:
         self._device._check_open()
         if not self._size[1]:
             return
         handle = self._device._stream.handle if stream is None else stream
-        if end is None:
-            self._context.launch(*self._size, arguments, handle)
-        else:
-            self.among((*arguments,), handle, (), end=end)
+        self._context.launch(*self._size, arguments, handle)
 
     def refuse(self, result: int, stream: int, call: str) -> None:
-        """Raise why the driver has refused a call for a launch; the extension asks for it."""
         if call != "cuLaunchKernel":
             self._context.require(result, call)
         self._context.refuse_launch(result, *self._size, stream)
@@ -475,13 +470,10 @@ class _CudaLaunch(PreparedLaunch):
         *,
         both_ways: bool = False,
         arrays: Sequence[_native.RowCalls] = (),
-        end: cuda_context.End | None = None,
     ) -> bool:
         self._device._check_open()
         launching = self._device.launching
-        return _native.launch_among(
-            launching, self, arguments, stream, others, both_ways, arrays, end
-        )
+        return _native.launch_among(launching, self, arguments, stream, others, both_ways, arrays)
 
 
 class _Mark(Event):

@@ -17,7 +17,6 @@ from flashwarp.policy import CLOCK, Policy
 
 if TYPE_CHECKING:
     from flashwarp import _native
-    from flashwarp._jit import cuda_context
     from flashwarp._jit.compiler import Source
 
 _PREPARED_MAX = 256
@@ -40,9 +39,12 @@ class PreparedLaunch(ABC):
         arguments: Sequence[bytes],
         stream: int | None,
         uses: Sequence[object] = (),
-        end: cuda_context.End | None = None,
     ) -> None:
         """Launch it."""
+
+    @abstractmethod
+    def refuse(self, result: int, stream: int, call: str) -> None:
+        """Raise why a call for a launch has failed; the extension asks for it."""
 
     def among(
         self,
@@ -52,14 +54,12 @@ class PreparedLaunch(ABC):
         *,
         both_ways: bool = False,
         arrays: Sequence[_native.RowCalls] = (),
-        end: cuda_context.End | None = None,
     ) -> bool:
-        """Launch it on a GPU's stream, after the present work of others, and mark its end.
+        """Launch it on a GPU's stream, after the present work of others.
 
         With `both_ways` their later work waits for the launch, too. It loads from `arrays`, in
         their turns and orders, which note that the stream has work. Returns False, and does
-        nothing, if one of these streams is being captured. If an error is raised and `end` has its
-        entry, the launch runs, and its end is not marked.
+        nothing, if one of these streams is being captured.
         """
         raise NotImplementedError
 
@@ -205,8 +205,7 @@ class Kernels(ABC):
         `warps` and `block_threads` are those of `run_kernel`.
 
         What is returned is called with the bytes of each parameter, the handle of a stream (None:
-        the library's own), and `uses` as `run_kernel` takes them. With `end`, a GPU marks the end
-        of the launch.
+        the library's own), and `uses` as `run_kernel` takes them.
         """
 
 

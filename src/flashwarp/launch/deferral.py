@@ -6,18 +6,12 @@ few blocks fetch what all have missed, other kernels run meanwhile.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 from flashwarp import _native, config
 from flashwarp.cache.cache import Volume
+from flashwarp.launch.rows import NOT_DEFERRED, Deferred
 from flashwarp.nvme import Service
 
-__all__ = ["NOT_DEFERRED", "Deferral", "Deferred"]
-
-Deferred: TypeAlias = tuple[int, int, int, int]
-"""Members of `ListUseStruct`."""
-
-NOT_DEFERRED: Deferred = (0, 0, 0, 0)
+__all__ = ["Deferral"]
 
 # A block has 8 warps, each of which fetches up to 32 lines at a time. A drive of 7 GB/s and 100 us
 # needs 171 lines of 4 KiB in flight, so two blocks suffice for it. What host threads copy comes
@@ -27,8 +21,11 @@ _BLOCKS_OF_A_NAMESPACE = 2
 _WARPS_OF_A_BLOCK = 8
 _LINES_OF_A_BLOCK = _WARPS_OF_A_BLOCK * 32
 
-# With fewer blocks for each one that drains, a launch has little to leave.
-_BLOCKS_PER_DRAIN = 4
+# With fewer than four blocks for each one that drains, a launch has little to leave.
+_WARPS_PER_DRAIN = 4 * _WARPS_OF_A_BLOCK
+
+# The most that `element_bytes` makes of one.
+_ELEMENTS_OF_A_ROW = 16
 
 
 class Deferral:
@@ -52,10 +49,17 @@ class Deferral:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a launch that fetch deferred misses; 0: launches do not defer."""
-        return self._blocks[self._service.waits_for_disk]
+        """Blocks of a launch that fetch deferred misses now; 0: launches do not defer."""
+        return 0 if self._service.plain_reads else self._blocks[self._service.waits_for_disk]
 
-    def of(self, items: int, warps: int, bundle: int, *, elements: bool = False) -> Deferred:
+    def count_min(self, segments: int) -> int:
+        """Return from how many rows on a launch may defer, of so many lines each; 0: none does."""
+        items = segments if self._asked < 0 else max(segments, _ELEMENTS_OF_A_ROW)
+        return -(-min(filter(None, self._blocks.values()), default=0) * _WARPS_PER_DRAIN // items)
+
+    def of(
+        self, items: int, warps: int, bundle: int, blocks: int, *, elements: bool = False
+    ) -> Deferred:
         """Return how a launch of so many items and warps defers misses, at most `bundle` a warp.
 
         Each launch needs a number of its own; a captured one keeps it. Launches
@@ -63,12 +67,10 @@ class Deferral:
         `elements`, short rows that several share a line, defer only if the user asks: their hits
         would take longer.
         """
-        blocks = self.blocks
         if (
             not blocks
             or (elements and self._asked < 0)
-            or min(items, warps) < blocks * _BLOCKS_PER_DRAIN * _WARPS_OF_A_BLOCK
-            or self._service.plain_reads
+            or min(items, warps) < blocks * _WARPS_PER_DRAIN
         ):
             return NOT_DEFERRED
         return self._list, _native.launch_number(), blocks, bundle

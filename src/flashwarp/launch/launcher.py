@@ -6,12 +6,10 @@ caller waits, and asks `failures` for errors.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import struct
 import threading
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,60 +20,41 @@ from flashwarp.cache.cache import Volume
 from flashwarp.device import CpuDevice, CudaDevice, DeviceMemory, PreparedLaunch
 from flashwarp.errors import CaptureError, ClosedError
 from flashwarp.launch.copying import RangeCopies
-from flashwarp.launch.deferral import NOT_DEFERRED, Deferral, Deferred
+from flashwarp.launch.deferral import Deferral
 from flashwarp.launch.operands import Index
 from flashwarp.launch.order import Order, in_order
 from flashwarp.launch.rows import (
     BYTES_WORTH_A_THREAD,
+    NOT_DEFERRED,
     ArrayStruct,
+    Counting,
     MaintenanceParams,
     RowFormat,
+    RowPacking,
     RowParams,
+    Which,
     element_bytes,
     segments_per_bundle,
     segments_per_row,
 )
 from flashwarp.nvme import Service
 
-__all__ = ["Counting", "Launcher", "Verb", "Watcher"]
+__all__ = ["Launcher", "Verb", "Watcher"]
 
 Verb: TypeAlias = Literal["gather", "scatter", "stream"]
 T = TypeVar("T")
 
 Watcher: TypeAlias = Callable[[npt.NDArray[np.int64], int], None]
 
-Counting: TypeAlias = tuple[int, int, int]
-"""How indices count rows: where the rows end, the row of index 0, and what makes a negative index a
-row; 0: it is out of bounds."""
-
 # Warps of the blocks of a call that may use a few multiprocessors. Those of rows in place fill one.
 _STREAM_BLOCK_WARPS = 32
 _BLOCK_WARPS = 8
-
-# The members of `RowParams` behind those of the array.
-_ROW_MEMBERS = struct.Struct("=9Q4I2Q2I")
-assert RowParams.indices.offset + _ROW_MEMBERS.size == ctypes.sizeof(RowParams)
 
 # The handle that stands for another stream in each thread.
 _PER_THREAD = 2
 
 # Scatters that check their indices on the device: one for each stream, and for each captured one.
 _CHECKS_MAX = 4096
-
-
-class _Most(NamedTuple):
-    """The most warps, or multiprocessors, of a launch; None: as many as are useful."""
-
-    warps: int | None = None
-    sms: int | None = None
-
-    def of(self, useful: int, block_warps: int = _BLOCK_WARPS) -> int:
-        """Count the warps; of blocks of so many, one on each multiprocessor, if those are few."""
-        most = self.warps if self.sms is None else self.sms * block_warps
-        return useful if most is None else min(useful, most)
-
-
-_NO_LIMIT = _Most()
 
 
 class Launcher:
@@ -128,14 +107,21 @@ class Launcher:
         cache = volume.cache
         self._kernels = cache.device.kernels_for(cache.policy)
         # For calls on rows by index.
-        self.plans = _native.RowPlans(RowParams.indices.offset, RowParams.look_ahead.offset)
-        self._array_members = bytes(
-            RowParams(geometry=cache.geometry, cache=cache.address, volume=volume.address)
-        )[: -_ROW_MEMBERS.size]
+        members = {"geometry": cache.geometry, "cache": cache.address, "volume": volume.address}
+        self._packing = RowPacking(format, cache.line_bytes, **members)
+        self._deferral = Deferral(volume, service)
+        count_min = self._deferral.count_min(self._packing.segments)
+        self.plans = _native.RowPlans(
+            RowParams.indices.offset,
+            RowParams.look_ahead.offset,
+            self._deferral if count_min else None,
+            count_min,
+        )
+        self._launching = None
+        if isinstance(cache.device, CudaDevice):
+            self._launching = cache.device.launching
         self._warps_at_once = cache.device.warps_at_once
         self._bundle = segments_per_bundle(cache.line_bytes)
-        self._segments = segments_per_row(max(1, format.row_bytes), cache.line_bytes)
-        self._counting: Counting = (format.row_count, 0, format.row_count)
         # The struct `fw::array<T>` for kernels.
         self.handle = bytes(
             ArrayStruct(
@@ -146,7 +132,6 @@ class Launcher:
                 length=format.size,
             )
         )
-        self._deferral = Deferral(volume, service)
         # What launches on the CPU device hold, see `Device.run_kernel`. None: they are refused.
         self._uses: tuple[object, ...] | None = ()
         if self.on_cpu:
@@ -157,9 +142,9 @@ class Launcher:
 
         `streams` has the streams on which the array may have work; those of calls are added.
         """
-        device, rows = self.volume.cache.device, self.format
+        rows = self.format
         return _native.RowCalls(
-            device.launching if isinstance(device, CudaDevice) else None,
+            self._launching,
             row_shape=list(rows.row_shape),
             row_bytes=rows.row_bytes if rows.shape else 0,  # none goes the short way
             length=rows.row_count,
@@ -195,87 +180,52 @@ class Launcher:
 
     # Rows.
 
-    def _row_params(
-        self,
-        chosen: range | Index,
-        buffer: int,
-        bundle: int,
-        strays: int = 0,
-        deferred: Deferred = NOT_DEFERRED,
-        counting: Counting | None = None,
-    ) -> bytes:
-        """Return the parameters for chosen rows, to or from `buffer`."""
-        row = self.format.row_bytes
-        if isinstance(chosen, range):
-            # The kernels take a range as its first byte and its bytes.
-            which = (0, len(chosen) * row, 8, buffer, chosen.start * row)
-        else:
-            which = (chosen.address, len(chosen), chosen.itemsize, buffer, row)
-        return self._pack(*which, bundle, strays, deferred, counting)
-
-    def _pack(
-        self,
-        indices: int,
-        count: int,
-        index_bytes: int,
-        buffer: int,
-        row_bytes: int,
-        bundle: int,
-        strays: int,
-        deferred: Deferred,
-        counting: Counting | None = None,
-    ) -> bytes:
-        """Return the bytes of `RowParams`."""
-        return self._array_members + _ROW_MEMBERS.pack(
-            *(indices, count, buffer, row_bytes, *(counting or self._counting)),
-            *(self.look_ahead(), strays, index_bytes, self._segments, bundle, 0, *deferred),
-        )
-
     def prepare_rows(
         self,
         verb: str,
         count: int,
         index_bytes: int,
         buffer: int,
-        counting: Counting | None = None,
-        sms: int | None = None,
+        counting: Counting | None,
+        sms: int | None,
+        one_by_one: bool,
+        drain_blocks: int,
     ) -> tuple[PreparedLaunch, bytes]:
-        """Prepare calls of one size on rows by index: the launch, and its parameter.
+        """Prepare launches on rows of one size, which `RowSize` describes: the launch, its params.
 
-        Each call has indices and a buffer of its own, and a number if it defers its misses.
+        Each launch has indices, a buffer and a look-ahead of its own, and a number if it defers its
+        misses.
         """
-        name, warps, bundle, deferred = self._plan(verb, count, buffer, _Most(sms=sms))
         row = self.format.row_bytes
-        params = self._pack(0, count, index_bytes, buffer, row, bundle, 0, deferred, counting)
-        launch = self._prepared_launch(name, warps, len(params), sms)
-        return launch, params
+        width = element_bytes(row, buffer) if index_bytes and verb != "prefetch" else None
+        if width is not None:
+            items, bundle = count * (row // width), 1
+            warps = self._at_most(self._warps(items), sms)
+            deferred = self._deferral.of(items, warps, 32, drain_blocks, elements=True)
+            name = f"{'gather' if verb == 'stream' else verb}_elements_{width}"
+        else:
+            line = self.volume.cache.line_bytes
+            items = count * self._packing.segments if index_bytes else -(-count // line)
+            name = f"{verb}_rows"
+            if verb == "stream":
+                # Few warps, each with many rows on their way: a lane loads its words of eight
+                # together.
+                warps = self._at_most(-(-items // 8), sms, _STREAM_BLOCK_WARPS)
+                bundle = min(32, -(-items // (8 * warps)) * 8)
+                deferred = NOT_DEFERRED
+            else:
+                bundle = 1 if one_by_one else self._bundle_of(items)
+                warps = self._at_most(self._warps(items, bundle), sms)
+                deferred = self._deferral.of(items, warps, self._bundle, drain_blocks)
+        which = (0, count, index_bytes, buffer, row)
+        params = self._packing.pack(which, bundle, counting=counting, deferred=deferred)
+        return self._prepared_launch(name, warps, len(params), sms), params
 
-    def _plan(
-        self, verb: str, count: int, buffer: int, most: _Most = _NO_LIMIT
-    ) -> tuple[str, int, int, Deferred]:
-        """Choose the kernel for rows by index, its warps, their bundle, and what it defers."""
-        row = self.format.row_bytes
-        width = None if verb == "prefetch" else element_bytes(row, buffer)
-        if width is None:
-            return self._plan_segments(verb, count * self._segments, most)
-        items = count * (row // width)
-        warps = most.of(self._warps(items))
-        deferred = self._deferral.of(items, warps, 32, elements=True)
-        verb = "gather" if verb == "stream" else verb
-        return f"{verb}_elements_{width}", warps, 1, deferred
-
-    def _plan_segments(
-        self, verb: str, segments: int, most: _Most = _NO_LIMIT
-    ) -> tuple[str, int, int, Deferred]:
-        """Choose as `_plan` does, for a kernel whose warps take lines of rows in bundles."""
-        if verb == "stream":
-            # Few warps, each with many rows on their way: a lane loads its words of eight together.
-            warps = most.of(-(-segments // 8), _STREAM_BLOCK_WARPS)
-            bundle = min(32, -(-segments // (8 * warps)) * 8)
-            return "stream_rows", warps, bundle, NOT_DEFERRED
-        bundle = self._bundle_of(segments)
-        warps = most.of(self._warps(segments, bundle))
-        return f"{verb}_rows", warps, bundle, self._deferral.of(segments, warps, self._bundle)
+    def _at_most(self, useful: int, sms: int | None, block_warps: int = _BLOCK_WARPS) -> int:
+        """Count warps: on so many multiprocessors a block each, or on so many threads."""
+        if sms is None:
+            return useful
+        return min(useful, sms if self.on_cpu else sms * block_warps)
 
     def _prepared_launch(
         self, name: str, warps: int, param_bytes: int, sms: int | None = None
@@ -289,7 +239,7 @@ class Launcher:
     def _bundle_of(self, segments: int) -> int:
         """Choose how many segments a warp takes at a time."""
         if self.on_cpu:
-            return 1 if self.in_order or self.watchers else self._bundle
+            return 1 if self.in_order else self._bundle
         # A warp copies one line after the other. So a few lines go to a warp each.
         return min(self._bundle, max(1, segments // self._warps_at_once))
 
@@ -340,37 +290,33 @@ class Launcher:
         sms: int | None = None,
         *,
         ordered: bool = True,
-    ) -> None:
+        others: tuple[int, ...] = (),
+    ) -> bool:
         """Launch the copying of chosen rows; those of a range lie back to back.
 
         On a GPU at most `sms` multiprocessors copy; default: as many as all rows can use. Copy
-        engines read long ranges, past the cache. Without `ordered`, the caller orders it.
+        engines read long ranges, past the cache. Without `ordered`, the caller orders it, and a
+        gather by an index comes after the present work of `others`. Returns False, and does
+        nothing, if these streams are being captured.
         """
-        if ordered and self.order is not None:
-            again = functools.partial(self.move, ordered=False)
-            act = functools.partial(again, verb, chosen, buffer, stream, end, counting, sms)
-            return self.ordered(verb == "scatter", stream, chosen, act)
         self.moved.add(len(chosen))
         if self.watchers:
             self._show_rows(chosen, counting)
         copies = self.copies if verb == "gather" else None
         if copies is not None and isinstance(chosen, range) and copies.takes(chosen, stream):
-            if copies.writable:
-                self.maintain("flush_lines", chosen=chosen, stream=stream)
-            return copies.read(chosen, buffer, stream, end)
-        strays = 0
-        if verb == "scatter" and isinstance(chosen, Index) and not chosen.checked:
-            strays = self._word_for_strays(stream)
-            self.volume.cache.device.clear(strays, 4, stream)
-            params = self._row_params(chosen, 0, 1, strays)
-            self._start("check_indices", params, self._warps(len(chosen)), stream)
-        return self._start_rows(verb, chosen, buffer, stream, None, strays, end, counting, sms)
+            start = functools.partial(self._copy, copies, chosen, buffer, stream, end)
+        else:
+            operands = (verb, chosen, buffer, stream, sms, counting, end, others)
+            start = functools.partial(self._start_rows, *operands)
+        if not ordered or self.order is None:
+            return start()
+        return self.ordered(verb == "scatter", stream, chosen, start)
 
     def prefetch(
-        self, chosen: range | Index, stream: int | None = None, warps: int | None = None
+        self, chosen: range | Index, stream: int | None = None, threads: int | None = None
     ) -> None:
-        """Launch the prefetch of chosen rows; default: warps for all of them."""
-        start = functools.partial(self._start_rows, "prefetch", chosen, 0, stream, warps)
+        """Launch the prefetch of chosen rows; on the CPU device by at most so many threads."""
+        start = functools.partial(self._start_rows, "prefetch", chosen, 0, stream, threads)
         self.ordered(False, stream, chosen, start)
 
     def update(
@@ -385,7 +331,8 @@ class Launcher:
     ) -> None:
         """Launch the update of rows by gradients: `SumParams`, and `UpdateParams` behind `rows`."""
         row, bundle = self.format.row_bytes, self._bundle_of(count)
-        params = self._pack(ids, count, 8, buffer, row, bundle, 0, NOT_DEFERRED) + tail
+        which = (ids, count, 8, buffer, row)
+        params = self._packing.pack(which, bundle, look_ahead=self.look_ahead()) + tail
         self._start("sum_gradients", sums, self._warps(count, bundle), stream)
         useful = min(warps, self._warps(count, bundle))
         start = functools.partial(self._start, "update_rows", params, useful, stream)
@@ -394,7 +341,7 @@ class Launcher:
     @property
     def lines_per_row(self) -> int:
         """The most lines that one row touches."""
-        return self._segments
+        return self._packing.segments
 
     def _start_rows(
         self,
@@ -402,25 +349,39 @@ class Launcher:
         chosen: range | Index,
         buffer: int,
         stream: int | None,
-        warps: int | None,
-        strays: int = 0,
-        end: End | None = None,
-        counting: Counting | None = None,
         sms: int | None = None,
-    ) -> None:
+        counting: Counting | None = None,
+        end: End | None = None,
+        others: tuple[int, ...] = (),
+    ) -> bool:
         """Launch the kernel that moves rows, and waits for those that are not in the cache."""
-        most = _Most(warps, sms)
+        row, strays = self.format.row_bytes, 0
         if isinstance(chosen, range):
-            plan = self._plan_segments(verb, self._lines(chosen), most)
+            which = (0, len(chosen) * row, 0, buffer, chosen.start * row)
         else:
-            plan = self._plan(verb, len(chosen), buffer, most)
-        name, useful, bundle, deferred = plan
-        params = self._row_params(chosen, buffer, bundle, strays, deferred, counting)
-        self._start(name, params, useful, stream, sms=sms, end=end)
+            which = (chosen.address, len(chosen), chosen.itemsize, buffer, row)
+            if verb == "scatter" and not chosen.checked:
+                strays = self._check_indices(which, stream)
+        return _native.launch_rows(
+            self.plans, self, self._launching, verb, which, stream, others, end,
+            sms or 0, counting, bool(self.watchers), strays,
+        )  # fmt: skip
 
-    def _lines(self, chosen: range) -> int:
-        begin, end = self._bytes(chosen)
-        return _lines_between(begin, end, self.volume.cache.line_bytes)
+    def _check_indices(self, which: Which, stream: int | None) -> int:
+        """Launch a check of indices; returns the address of the word that counts its strays."""
+        strays = self._word_for_strays(stream)
+        self.volume.cache.device.clear(strays, 4, stream)
+        params = self._packing.pack(which, 1, strays=strays)
+        self._start("check_indices", params, self._warps(which[1]), stream)
+        return strays
+
+    def _copy(
+        self, copies: RangeCopies, chosen: range, buffer: int, stream: int | None, end: End | None
+    ) -> bool:
+        if copies.writable:
+            self.maintain("flush_lines", chosen=chosen, stream=stream)
+        copies.read(chosen, buffer, stream, end)
+        return True
 
     def _bytes(self, chosen: range) -> tuple[int, int]:
         row_bytes = self.format.row_bytes
@@ -454,7 +415,7 @@ class Launcher:
         if isinstance(chosen, range):
             self._show(np.array([chosen.start * row]), len(chosen) * row)
         else:
-            self._show(self._rows_of(chosen, counting or self._counting) * row, row)
+            self._show(self._rows_of(chosen, counting or self._packing.counting) * row, row)
 
     def _show(self, starts: npt.NDArray[np.int64], nbytes: int) -> None:
         for watcher in self.watchers:
@@ -523,13 +484,11 @@ class Launcher:
         stream: int | None,
         *,
         served: bool = True,
-        sms: int | None = None,
-        end: End | None = None,
     ) -> None:
-        launch = self._prepared_launch(name, warps, len(params), sms)
+        launch = self._prepared_launch(name, warps, len(params))
         uses = list(self.wake() if served else (*self.volume.cache.owners, *self.volume.owners))
         try:
-            launch((params,), stream, uses, end)
+            launch((params,), stream, uses)
         finally:
             # A kept exception keeps this frame. That must not keep the array's file open.
             uses.clear()

@@ -8,9 +8,10 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
+import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +96,65 @@ class RowParams(ctypes.Structure):
     """Mirror of `kernels::row_params`."""
 
     _fields_ = fields_of("row_params", geometry=GeometryStruct, misses=ListUseStruct)
+
+
+# The members of `RowParams` behind those of the array.
+_ROW_MEMBERS = struct.Struct("=9Q4I2Q2I")
+assert RowParams.indices.offset + _ROW_MEMBERS.size == ctypes.sizeof(RowParams)
+
+Counting: TypeAlias = tuple[int, int, int]
+"""How indices count rows: where the rows end, the row of index 0, and what makes a negative index a
+row; 0: it is out of bounds."""
+
+Which: TypeAlias = tuple[int, int, int, int, int]
+"""Rows and where they go: address, number and size of the indices, the address of the caller's
+rows, and bytes of a row. Of a range: 0, its bytes, 0, that address, and its first byte."""
+
+Deferred: TypeAlias = tuple[int, int, int, int]
+"""Members of `ListUseStruct`."""
+
+NOT_DEFERRED: Deferred = (0, 0, 0, 0)
+
+
+class RowPacking:
+    """Packs the parameters of launches on one array's rows: `RowParams`.
+
+    Parameters
+    ----------
+    format : RowFormat
+    line_bytes : int
+    **array : object
+        The members that all launches share: geometry, cache and volume.
+
+    Attributes
+    ----------
+    segments : int
+        The most lines that one row touches.
+    counting : Counting
+        How the array's own indices count its rows.
+    """
+
+    def __init__(self, format: RowFormat, line_bytes: int, **array: Any) -> None:  # noqa: A002
+        self.segments = segments_per_row(max(1, format.row_bytes), line_bytes)
+        self.counting: Counting = (format.row_count, 0, format.row_count)
+        self._array = bytes(RowParams(**array))[: -_ROW_MEMBERS.size]
+
+    def pack(
+        self,
+        which: Which,
+        bundle: int,
+        *,
+        counting: Counting | None = None,
+        look_ahead: int = 0,
+        strays: int = 0,
+        deferred: Deferred = NOT_DEFERRED,
+    ) -> bytes:
+        """Return the bytes of `RowParams`."""
+        indices, count, index_bytes, buffer, row_bytes = which
+        return self._array + _ROW_MEMBERS.pack(
+            *(indices, count, buffer, row_bytes, *(counting or self.counting)),
+            *(look_ahead, strays, index_bytes or 8, self.segments, bundle, 0, *deferred),
+        )
 
 
 class MaintenanceParams(ctypes.Structure):

@@ -16,7 +16,7 @@ from flashwarp.array.array import Array
 from flashwarp.device import CudaDevice
 from flashwarp.errors import CaptureError, ClosedError, DeviceTimeout, FlashwarpError
 from flashwarp.explanation import Explanation
-from flashwarp.launch.operands import Index
+from flashwarp.launch.operands import Index, in_memory
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.engine import BatchEngine
 from flashwarp.pipeline.engines import ArrayEngine
@@ -56,7 +56,7 @@ class Route(ABC):
 
     def place(self, ids: object) -> tuple[range | Index, str]:
         """Check ids, and place them where they are read. Returns the library of their caller."""
-        chosen = self.array._place_ids(ids, self._stream())
+        chosen = self.array._place_ids(in_memory(ids), self._stream())
         return chosen, "" if isinstance(chosen, range) else chosen.library
 
     def _stream(self) -> object:
