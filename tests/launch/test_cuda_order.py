@@ -17,7 +17,14 @@ import flashwarp as fw
 from flashwarp._waiting import until
 from flashwarp.errors import ArgumentError, CaptureError
 from support import fake_cuda
-from support.cuda_arrays import fake, gpu, open_array, stream_of_last_launch
+from support.cuda_arrays import (
+    fake,
+    gpu,
+    open_array,
+    stream_of_last_launch,
+    tensor,
+    torch_on,
+)
 
 
 def operands(x: fw.Array) -> tuple[Any, Any, int]:
@@ -131,8 +138,17 @@ def check_stream_that_does_not_exist_is_refused_before_anything_is_queued() -> N
         index, out, _ = operands(x)
         x.gather(index, out, stream=1)
         launches = fake().fake_count(b"cuLaunchKernel")
-        with pytest.raises(ArgumentError, match=r"stream 0x7 does not exist"):
-            x.gather(index, out, stream=7)
+        torch_on(1)
+        ids, rows, own = tensor(x, 2), tensor(x, 2), x.device.own_stream()
+        which = index.address, 2, 8, out.address
+        for call in (
+            lambda: x.gather(index, out, stream=7),
+            lambda: x.gather(ids, rows, stream=7),
+            lambda: x.prefetch(ids, stream=7),
+            lambda: x._attachment.row_calls.queue("gather", which, 7, own),  # of a table
+        ):
+            with pytest.raises(ArgumentError, match=r"stream 0x7 does not exist"):
+                call()
         assert fake().fake_count(b"cuLaunchKernel") == launches
         x._attachment._streams.discard(7)
 

@@ -486,15 +486,16 @@ static intptr_t held_stream;
 // A stream of the other GPU.
 static intptr_t foreign_stream;
 void fake_foreign(intptr_t stream) { foreign_stream = stream; }
-CUresult cuStreamGetCtx(void* stream, void** context) {
-  ENTER;
-  *context = foreign_stream == (intptr_t)stream ? other_context : (void*)0xC0DE;
-  return kSuccess;
-}
 static CUresult check_stream(void* stream) {
   const intptr_t handle = (intptr_t)stream;
   const int known = handle == 1 || (handle % 256 == 0x57 && handle / 256 < streams);
   return known ? kSuccess : 400;
+}
+CUresult cuStreamGetCtx(void* stream, void** context) {
+  ENTER;
+  const int foreign = foreign_stream == (intptr_t)stream;
+  *context = foreign ? other_context : (void*)0xC0DE;
+  return foreign ? kSuccess : check_stream(stream);
 }
 static intptr_t pending_stream;
 static int is_busy(const void* stream) {

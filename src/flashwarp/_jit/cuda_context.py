@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _WAIT_FOR_KERNELS = ("cuMemFree", "cuMemFreeHost", "cuMemHostUnregister")
 
 # Results of the extension's calls: those of the driver, and our own.
-_INVALID_HANDLE = 400
+_NO_STREAM = (201, 400, 709)  # no such context or handle, and a context that was destroyed
 _NOT_READY = 600
 _CAPTURE_IMPLICIT = 906
 _FORKED = -1
@@ -302,7 +302,9 @@ class ContextOfStreams:
         if result == _CAPTURE_IMPLICIT:
             # The legacy default stream, which would join the capture of another stream.
             return 0
-        self.require(result, "cuStreamGetCaptureInfo")
+        if result:
+            self.refuse_stream(result, stream)
+            self.require(result, "cuStreamGetCaptureInfo")
         return number if active else None
 
     def capture_call(self, stream: int, call: int, argument: int) -> None:
@@ -469,18 +471,22 @@ class ContextOfStreams:
         self, result: int, kernel: Kernel, blocks: int, block_threads: int, stream: int
     ) -> None:
         """Raise why a launch failed."""
-        if result == _INVALID_HANDLE:
-            self._refuse_foreign(stream)
+        self.refuse_stream(result, stream)
         launching = f"kernel {kernel.name}, {blocks} blocks of {block_threads} threads"
         self.require(result, "cuLaunchKernel", launching)
 
-    def _refuse_foreign(self, stream: int) -> None:
-        """Raise ArgumentError if a stream is of another device."""
+    def refuse_stream(self, result: int, stream: int) -> None:
+        """Raise ArgumentError if a call has failed because there is no such stream here."""
+        if result not in _NO_STREAM:
+            return
         with self:
             try:
                 context = call_driver("cuStreamGetCtx", stream)
-            except DeviceError:  # there is no such stream, as the driver has said
-                return
+            except DeviceError as error:
+                raise ArgumentError(
+                    f"stream {stream:#x} does not exist on cuda:{self.ordinal}, or its context "
+                    "was destroyed: give a stream of this process that is open"
+                ) from error
             if int(context) == int(self._handle):
                 return
             call_driver("cuCtxPushCurrent", context)

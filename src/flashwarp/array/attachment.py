@@ -25,6 +25,7 @@ from flashwarp.cache.cache import Cache
 from flashwarp.config import time_limit_s
 from flashwarp.device import CudaDevice, OwnedStream
 from flashwarp.errors import (
+    ArgumentError,
     CaptureError,
     DeviceError,
     DeviceTimeout,
@@ -399,7 +400,7 @@ class Attachment(endings.NotCopied):
         with self.cache.streams.asking(stream, self._streams) as noted:
             try:
                 return noted and self.device.capture(stream) is not None
-            except DeviceError:  # after a fault; or the caller has destroyed the stream
+            except (DeviceError, ArgumentError):  # after a fault; or the caller destroyed it
                 return False
 
     def close_lost(self) -> None:

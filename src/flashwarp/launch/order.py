@@ -13,16 +13,13 @@ from typing import Protocol, TypeVar
 from flashwarp import _native
 from flashwarp._jit.cuda_context import CAPTURED, wait_until
 from flashwarp.device import CudaDevice
-from flashwarp.errors import ArgumentError, CaptureError
+from flashwarp.errors import CaptureError
 
 __all__ = ["ALL_LINES", "Order", "in_order"]
 
 ALL_LINES = (0, (1 << 64) - 1)
 
 T = TypeVar("T")
-
-# CUresult: no such context or handle, and a context that was destroyed.
-_NO_STREAM = (201, 400, 709)
 
 
 class Ordered(Protocol):
@@ -88,11 +85,7 @@ class Order:
                 "the array is loaded from or stored to on another stream, outside of the capture, "
                 "and no graph can wait for that: synchronize that stream before the capture"
             )
-        if result in _NO_STREAM:
-            raise ArgumentError(
-                f"stream {stream:#x} does not exist on cuda:{self._context.ordinal}, or its "
-                "context was destroyed: give a stream of this process that is open"
-            )
+        self._context.refuse_stream(result, stream)
         self._context.require(result, "ordering the accesses of an array")
 
     def wait(self, timeout_s: float) -> None:
