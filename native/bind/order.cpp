@@ -2,6 +2,11 @@
 #include "cuda/order.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+
+#include <optional>
+#include <utility>
 
 #include "bind/row_calls.h"
 
@@ -18,9 +23,11 @@ void bind_order(nb::module_& m);
 namespace {
 
 // Calls `queue` between the beginning and the end of an access, which no signal handler can part.
-// `refuse` raises what the driver has returned.
-nb::object call(Order& order, uintptr_t stream, bool stores, uint64_t begin, uint64_t end,
-                nb::handle queue, nb::handle refuse) {
+// `refuse` raises what the driver has returned. No stream is our `own`.
+nb::object call(Order& order, nb::handle refuse, uintptr_t own, std::optional<uintptr_t> on,
+                bool stores, std::pair<uint64_t, uint64_t> lines, nb::handle queue) {
+  const auto [begin, end] = lines;
+  const uintptr_t stream = on.value_or(own);
   Order::Access access;
   // With the GIL: no call of the driver waits in it, and giving it up would cost more.
   Result result = order.begin(handle(stream), stores, {begin, end}, access);
@@ -41,8 +48,8 @@ nb::object call(Order& order, uintptr_t stream, bool stores, uint64_t begin, uin
 void bind_order(nb::module_& m) {
   nb::class_<Order>(m, "Order")
       .def(nb::init<const Context&>(), nb::arg("context"), nb::keep_alive<1, 2>())
-      .def("call", &call, nb::arg("stream"), nb::arg("stores"), nb::arg("begin"), nb::arg("end"),
-           nb::arg("queue"), nb::arg("refuse"))
+      .def("call", &call, nb::arg("refuse"), nb::arg("own"), nb::arg("stream").none(),
+           nb::arg("stores"), nb::arg("lines"), nb::arg("queue"))
       .def("done", &Order::done)
       .def("close", &Order::close);
 }

@@ -22,7 +22,7 @@ from flashwarp.errors import CaptureError, ClosedError
 from flashwarp.launch.copying import RangeCopies
 from flashwarp.launch.deferral import Deferral
 from flashwarp.launch.operands import Index
-from flashwarp.launch.order import Order, in_order
+from flashwarp.launch.order import ALL_LINES, Order, in_order
 from flashwarp.launch.rows import (
     BYTES_WORTH_A_THREAD,
     NOT_DEFERRED,
@@ -172,11 +172,11 @@ class Launcher:
         """
         if self.order is None:
             return queue()
-        if not isinstance(chosen, range):
-            return self.order.call(stream, stores, queue)
-        begin, end = self._bytes(chosen)
-        line = self.volume.cache.line_bytes
-        return self.order.call(stream, stores, queue, (begin // line, -(-end // line)))
+        lines = ALL_LINES
+        if isinstance(chosen, range):
+            row, line = self.format.row_bytes, self.volume.cache.line_bytes
+            lines = chosen.start * row // line, -(-chosen.stop * row // line)
+        return self.order.queue(stream, stores, lines, queue)  # type: ignore[no-any-return]
 
     # Rows.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from flashwarp import _native
 from flashwarp._jit.cuda_context import CAPTURED, wait_until
@@ -33,11 +33,19 @@ def in_order(
 ) -> T:
     """Queue one access to several arrays by calling `queue`, in the order of each.
 
-    Each access says whether it stores.
+    Each access says whether it stores. None is the library's own stream.
+
+    Raises
+    ------
+    CaptureError
+        If the stream is in a capture, and an access outside of it that comes before is not over;
+        nothing was queued then.
+    ArgumentError
+        If the stream does not exist, or its context does not any more.
     """
     for array, stores in accesses:
         if array.order is not None:
-            queue = partial(array.order.call, stream, stores, queue)
+            queue = partial(array.order.queue, stream, stores, ALL_LINES, queue)
     return queue()
 
 
@@ -48,36 +56,16 @@ class Order:
     ----------
     native : _native.Order
         For the extension's own launches.
+    queue : callable
+        Queues an access by calling a function, in its order: of a stream, or the library's own
+        (None), a load or a store, of lines from the first up to the second one; see `in_order`.
     """
 
     def __init__(self, device: CudaDevice) -> None:
         self._context = device.context
-        self._own = device.own_stream()
         self.native = _native.Order(device.context.calls)
-
-    def call(
-        self,
-        stream: int | None,
-        stores: bool,
-        queue: Callable[[], T],
-        lines: tuple[int, int] = ALL_LINES,
-    ) -> T:
-        """Queue an access by calling `queue`, in its order; None is the library's own stream.
-
-        It touches `lines`, from the first one up to the second one.
-
-        Raises
-        ------
-        CaptureError
-            If the stream is in a capture, and an access outside of it that comes before is not
-            over; nothing was queued then.
-        ArgumentError
-            If the stream does not exist, or its context does not any more.
-        """
-        handle = self._own if stream is None else stream
-        return self.native.call(  # type: ignore[return-value]
-            handle, stores, *lines, queue, self._refuse
-        )
+        queue = partial(self.native.call, self._refuse, device.own_stream())
+        self.queue: Callable[..., Any] = queue
 
     def _refuse(self, result: int, stream: int) -> None:
         if result == CAPTURED:
