@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from flashwarp import endings
@@ -24,7 +24,7 @@ from flashwarp.errors import (
 )
 from flashwarp.launch.launcher import Watcher
 
-__all__ = ["Turns", "loads", "stores"]
+__all__ = ["Turns", "in_turns", "loads", "stores"]
 
 A = TypeVar("A", bound=Any)
 P = ParamSpec("P")
@@ -241,3 +241,15 @@ def loads(
 
 
 stores = functools.partial(loads, stores=True)
+
+
+def in_turns(accesses: Iterable[tuple[Any, bool]], act: Callable[[], R]) -> R:
+    """Act in the turns of several arrays, each of which is loaded from or stored to.
+
+    All take turns in one order, so that two callers never wait for each other.
+    """
+    turns = {}
+    for array, stores in accesses:
+        array._turns.come_behind(stores)
+        turns[id(array.cache)] = array._turns.lock
+    return endings.holding([turns[each] for each in sorted(turns)], act)

@@ -18,6 +18,7 @@ from flashwarp._jit import spelling
 from flashwarp._jit.compiler import INCLUDE_DIR, KernelResources, Source
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.array.array import Array
+from flashwarp.array.turns import in_turns
 from flashwarp.cache.cache import Cache
 from flashwarp.config import integer
 from flashwarp.device import Device
@@ -293,14 +294,8 @@ class Kernel(endings.NotCopied):
             return
         prepared = self._prepare(warps, block_threads)
         accesses = accesses_of(self._params, arguments)
-        for array, stores in accesses:
-            array._turns.come_behind(stores)
-        caches = {array.cache for array, _ in accesses}
-        self._check_policies(caches)
-        # All launches take turns in one order, so that two never wait for each other.
-        ordered = sorted(caches, key=id)
-        launch_in_turn = functools.partial(self._launch, prepared, arguments, accesses, stream)
-        packed = endings.holding([cache.turn for cache in ordered], launch_in_turn)
+        launch = functools.partial(self._launch, prepared, arguments, accesses, stream)
+        packed = in_turns(accesses, launch)
         if short is not None:
             short.learn(arguments, packed, warps, block_threads, prepared)
 
@@ -320,6 +315,7 @@ class Kernel(endings.NotCopied):
         stream: object,
     ) -> tuple[bytes, ...]:
         """Launch in the turns of the arrays' caches; return the bytes of the parameters."""
+        self._check_policies({array.cache for array, _ in accesses})
         launch = Launch(self._device, stream)
         pairs = zip(self._params, arguments, strict=True)
         packed = tuple(param.pack(argument, launch) for param, argument in pairs)

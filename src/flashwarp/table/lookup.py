@@ -16,8 +16,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashwarp import endings
 from flashwarp.array.array import Array
+from flashwarp.array.turns import in_turns
 from flashwarp.device import DeviceMemory, PreparedLaunch
 from flashwarp.errors import ArgumentError, ClosedError
 from flashwarp.launch.operands import Index
@@ -280,8 +280,7 @@ class Lookup:
             if each.scales is not None and each.scales.array is not None
         ]
         self._arrays = tuple(dict.fromkeys(arrays))
-        caches = {array.cache for array in self._arrays}
-        self._turns = [cache.turn for cache in sorted(caches, key=id)]
+        self._loads = [(array, False) for array in self._arrays]
         self._structs = b"".join(bytes(each) for each in self._table_structs())
         self._memory: DeviceMemory | None = None
         self._closed = False
@@ -377,9 +376,7 @@ class Lookup:
             own = self.device.own_stream()
             if array._attachment.row_calls.queue("gather", which, stream, own, 0, self._counting):
                 return
-        array._turns.come_behind(False)
-        act = functools.partial(self._gather_in_turn, ids, out, stream)
-        endings.holding(self._turns, act)
+        in_turns(self._loads, functools.partial(self._gather_in_turn, ids, out, stream))
 
     def _gather_in_turn(self, ids: Ids, out: int, stream: int | None) -> None:
         array = self._arrays[0]
@@ -429,7 +426,7 @@ class Lookup:
     ) -> bytes:
         """Return the bytes of `LookupParams`; raises if an array cannot be used."""
         for array in self._arrays:
-            array._turns.come_behind(False)
+            array._turns.check_usable()
         ahead = self._ids_ahead() if self._on_cpu else 0
         factors = (0, Number.FLOAT32) if weights is None else (weights.address, weights.number)
         return self._members + _CALL.pack(
@@ -456,7 +453,7 @@ class Lookup:
             warps = max(1, min(warps, moved // _BYTES_WORTH_A_THREAD))
         launch = self._kernels.launch_of(name, warps, len(params))
         act = functools.partial(self._launch_in_turn, launch, params, ids, stream)
-        endings.holding(self._turns, act)
+        in_turns(self._loads, act)
 
     def _launch_in_turn(
         self, launch: PreparedLaunch, params: bytes, ids: Ids, stream: int | None

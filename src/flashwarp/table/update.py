@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashwarp import endings
 from flashwarp.array.array import Array
+from flashwarp.array.turns import in_turns
 from flashwarp.device.layouts import fields_of
 from flashwarp.errors import ArgumentError, DtypeError, ReadOnlyError
 from flashwarp.launch.rows import RowParams
@@ -193,9 +193,8 @@ class RowUpdate:
         BoundsError
             In the same way, if an id is negative or too large. All other rows are updated.
         """
-        self.array._turns.come_behind(True)
-        turn = functools.partial(self._launch_in_turn, step, rates, stream)
-        endings.holding((self.array.cache.turn,), turn)
+        launch = functools.partial(self._launch_in_turn, step, rates, stream)
+        in_turns([(self.array, True)], launch)
 
     def _launch_in_turn(self, step: Gradients, rates: Rates, stream: int | None) -> None:
         array, launcher = self.array, self._launcher

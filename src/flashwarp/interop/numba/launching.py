@@ -9,8 +9,8 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from flashwarp import endings
 from flashwarp.array.array import Array
+from flashwarp.array.turns import in_turns
 from flashwarp.device import CudaDevice
 from flashwarp.errors import ArgumentError
 from flashwarp.file.kernel_file import KernelFile
@@ -119,13 +119,11 @@ class _Launcher:
                 "the caches of a kernel's arrays have one replacement policy, not "
                 f"{', '.join(sorted(policies))}"
             )
-        # In one order everywhere, so that two launches never wait for each other.
-        turns = [cache.turn for cache in sorted(caches, key=id)]
         # A kernel's type does not say whether it stores to an array that it may store to.
         accesses = [(array._attachment.launcher, array.writable) for array in arrays]
         stream = _handle(getattr(self._launch, "stream", 0))
         launch = partial(in_order, accesses, stream, partial(self._launch, *args))
-        endings.holding(turns, launch)
+        in_turns([(array, array.writable) for array in arrays], launch)
         calls = next((arg for arg in args if isinstance(arg, DeviceCalls)), None)
         if calls is not None:
             calls.device.note_served(stream)
