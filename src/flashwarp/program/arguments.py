@@ -159,7 +159,37 @@ def _check_element(
 
 
 @dataclass(frozen=True)
-class _ArrayParam(Param):
+class _HandleParam(Param):
+    """A parameter for an object of ours, of which kernels get a struct."""
+
+    def _taken(self, launch: Launch, what: str, given: Any, wanted: str, fits: bool) -> Any:
+        """Return what is given, if it `fits` by its type and is on the kernel's device."""
+        if not fits:
+            raise ArgumentError(f"{self.place} takes {wanted}, not {type(given).__name__}")
+        device = given.array.device if isinstance(given, KernelFile) else given.device
+        if device is not launch.device:
+            # In a forked child, the kernel is of a device of the parent, with the same name.
+            launch.device._check_usable()
+            opens = (
+                "" if isinstance(given, DeviceCalls) else f": open the {what} with device= this one"
+            )
+            raise ArgumentError(
+                f"{self.place}: the {what} is on {device.name}, the kernel on "
+                f"{launch.device.name}{opens}"
+            )
+        return given
+
+    def _whole(self, handle: bytes) -> bytes:
+        if len(handle) != self.nbytes:
+            raise DeviceError(
+                f"{self.place} has {self.nbytes} bytes in the compiled code and {len(handle)} "
+                "here: the headers that it was compiled with are not this version's"
+            )
+        return handle
+
+
+@dataclass(frozen=True)
+class _ArrayParam(_HandleParam):
     element: str
     element_bytes: int
     constant: bool
@@ -170,71 +200,44 @@ class _ArrayParam(Param):
         return "const array" if self.constant else "array"
 
     def pack(self, argument: object, launch: Launch) -> bytes:
-        if not isinstance(argument, Array):
+        fits = isinstance(argument, Array)
+        array = self._taken(launch, "array", argument, "a flashwarp.Array", fits)
+        _check_element(self.place, self.element, self.element_bytes, array.dtype, "the array")
+        if self.rank > 1 and array.ndim != self.rank:
             raise ArgumentError(
-                f"{self.place} takes a flashwarp.Array, not {type(argument).__name__}"
+                f"{self.place} takes {self.rank} axes, the array has shape {array.shape}"
             )
-        if argument.device is not launch.device:
-            # In a forked child, the kernel is of a device of the parent, with the same name.
-            launch.device._check_usable()
-            raise ArgumentError(
-                f"{self.place}: the array is on {argument.device.name}, the kernel on "
-                f"{launch.device.name}: open the array with device= this one"
-            )
-        _check_element(self.place, self.element, self.element_bytes, argument.dtype, "the array")
-        if self.rank > 1 and argument.ndim != self.rank:
-            raise ArgumentError(
-                f"{self.place} takes {self.rank} axes, the array has shape {argument.shape}"
-            )
-        argument._turns.check_usable()
-        handle = argument._attachment.launcher.handle
-        if not self.constant and not argument.writable:
+        array._turns.check_usable()
+        handle = array._attachment.launcher.handle
+        if not self.constant and not array.writable:
             raise ReadOnlyError(
                 f"{self.place} can be stored to, but the array is read-only: open it with "
                 f'mode="r+", or write fw::array<const {self.element}>'
             )
         if self.rank > 1:
-            handle += struct.pack(f"<{self.rank}Q", *argument.shape)
-        if len(handle) != self.nbytes:
-            raise DeviceError(
-                f"{self.place} has {self.nbytes} bytes in the compiled code and {len(handle)} "
-                "here: the headers that it was compiled with are not this version's"
-            )
-        return handle
+            handle += struct.pack(f"<{self.rank}Q", *array.shape)
+        return self._whole(handle)
 
 
 @dataclass(frozen=True)
-class _FileParam(Param):
+class _FileParam(_HandleParam):
     def pack(self, argument: object, launch: Launch) -> bytes:
-        if not isinstance(argument, KernelFile):
-            raise ArgumentError(
-                f"{self.place} takes a file for kernels, not {type(argument).__name__}"
-            )
-        if argument.array.device is not launch.device:
-            raise ArgumentError(
-                f"{self.place}: the file is on {argument.array.device.name}, the kernel on "
-                f"{launch.device.name}: open the file with device= this one"
-            )
-        return _whole(self, argument.pack())
+        fits = isinstance(argument, KernelFile)
+        file = self._taken(launch, "file", argument, "a file for kernels", fits)
+        return self._whole(file.pack())
 
 
 @dataclass(frozen=True)
-class _PipelineParam(Param):
+class _PipelineParam(_HandleParam):
     element: str
     element_bytes: int
     constant: bool
 
     def pack(self, argument: object, launch: Launch) -> bytes:
-        calls = getattr(argument, "device_calls", argument)
-        if not isinstance(calls, DeviceCalls):
-            raise ArgumentError(
-                f"{self.place} takes a flashwarp.Pipeline, not {type(argument).__name__}"
-            )
-        if calls.device is not launch.device:
-            raise ArgumentError(
-                f"{self.place}: the pipeline is on {calls.device.name}, the kernel on "
-                f"{launch.device.name}"
-            )
+        found = getattr(argument, "device_calls", argument)
+        fits = isinstance(found, DeviceCalls)
+        given = found if fits else argument
+        calls = self._taken(launch, "pipeline", given, "a flashwarp.Pipeline", fits)
         _check_element(self.place, self.element, self.element_bytes, calls.dtype, "the pipeline")
         if not self.constant and not calls.writable:
             raise ReadOnlyError(
@@ -242,16 +245,7 @@ class _PipelineParam(Param):
                 f"fw::pipeline<const {self.element}>"
             )
         launch.served = True
-        return _whole(self, calls.handle)
-
-
-def _whole(param: Param, handle: bytes) -> bytes:
-    if len(handle) != param.nbytes:
-        raise DeviceError(
-            f"{param.place} has {param.nbytes} bytes in the compiled code and {len(handle)} here: "
-            "the headers that it was compiled with are not this version's"
-        )
-    return handle
+        return self._whole(calls.handle)
 
 
 def accesses_of(params: Sequence[Param], arguments: Sequence[object]) -> list[tuple[Array, bool]]:
