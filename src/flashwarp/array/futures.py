@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Callable, Generator, Iterable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 from flashwarp._names import renamed
 from flashwarp.endings import NotCopied
@@ -20,29 +20,6 @@ __all__ = ["Future"]
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-
-class Helper(Protocol):
-    """The calls of an array, as far as its futures need them."""
-
-    @property
-    def ends_here(self) -> bool:
-        """Whether the calling thread ends calls while it waits: on a GPU, or in a callback."""
-
-    def look(self) -> object:
-        """End what is over now: a thread asks for it, and does not wait."""
-
-    def hurry(self, future: Future[Any]) -> None:
-        """End a future as soon as its call is over: a thread or a callback waits for it."""
-
-    def wait_for(self, futures: Iterable[Future[Any]], timeout: float | None) -> bool:
-        """Wait for futures, and return whether all are done."""
-
-    def hold_stream(self, future: Future[Any], stream: object) -> None:
-        """Make a stream wait for the call of a future."""
-
-    def lose(self, error: BaseException | None) -> None:
-        """Keep an unobserved failure, for the array to raise."""
 
 
 @renamed
@@ -80,10 +57,10 @@ class Future(NotCopied, concurrent.futures.Future[T]):
     [(2, 64), (2, 64), (2, 64), (2, 64)]
     """
 
-    def __init__(self, calls: Helper, out: object, on_host: bool) -> None:
+    def __init__(self, calls: Any, out: object, on_host: bool) -> None:
         super().__init__()
         self.out: Any = out
-        self._calls = calls
+        self._calls = calls  # an `InFlight`, which makes futures and so is not imported here
         self._on_host = on_host
         self._pid = os.getpid()
         self._observed = False
