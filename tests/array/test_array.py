@@ -112,14 +112,6 @@ def test_arrays_of_no_bytes(tmp_path: Path, shape: tuple[int, ...]) -> None:
 # Keys.
 
 
-def test_gather_into_out(numbers: tuple[fw.Array, Reference]) -> None:
-    x, reference = numbers
-    out = np.full((2, 3, 7), np.nan, np.float32)
-    index = np.array([[1, 2, 3], [-1, -2, -3]], np.int32)
-    assert x.gather(index, out=out) is out
-    np.testing.assert_array_equal(out, reference[index])
-
-
 def test_rows_are_looked_ahead_for_only_where_the_storage_waits(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", random_array((4096, 128), np.float32))
     if isinstance(_native.direct_io_alignment(str(tmp_path / "x.npy")), str):
@@ -174,16 +166,6 @@ def test_prefetched_rows_are_hits(tmp_path: Path) -> None:
 
 
 # Durability.
-
-
-def test_dropped_cache_reads_again(numbers: tuple[fw.Array, Reference]) -> None:
-    x, reference = numbers
-    x[3] = 4
-    reference[3] = 4
-    x.drop_cache()
-    before = x.stats.bytes_read
-    np.testing.assert_array_equal(x[3], reference[3])
-    assert x.stats.bytes_read > before
 
 
 # What it tells.

@@ -114,16 +114,6 @@ def test_callback_that_calls_the_array_does_not_wait_for_itself(
 # What is read and stored.
 
 
-def test_rows_come_where_they_are_wanted(x: fw.Array) -> None:
-    out = np.zeros(50, np.int64)
-
-    future = x.gather_async(slice(20, 70), out=out)
-
-    assert future.out is out
-    assert future.result() is out
-    assert (out == np.arange(20, 70)).all()
-
-
 # At the same time.
 
 

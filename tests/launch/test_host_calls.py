@@ -102,13 +102,6 @@ def test_dtypes_without_a_buffer_are_not_taken_for_others(tmp_path: Path) -> Non
         times.gather(np.arange(3))
 
 
-def test_a_gather_comes_behind_an_asynchronous_store(x: fw.Array) -> None:
-    for value in range(20):
-        written = x.scatter_async(np.arange(50), float(value))
-        assert (x.gather(np.arange(50)) == value).all()
-        written.result()
-
-
 def test_a_failed_transfer_raises_from_the_call(tmp_path: Path) -> None:
     ROWS.tofile(tmp_path / "rows.bin")
     storage = Faulty(fw.storage.File(tmp_path / "rows.bin"), "read eio")

@@ -34,16 +34,6 @@ def where(ids):
     return Ids(ids.ctypes.data, ids.size, ids.itemsize)
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.int32])
-def test_rows_are_those_of_the_array(x, content, dtype):
-    ids = np.random.default_rng(4).integers(0, ROWS, 1000).astype(dtype)
-    out = np.empty((1000, WIDTH), np.float32)
-
-    Lookup([table(x)]).rows(where(ids), out.ctypes.data, Number.FLOAT32, None)
-
-    assert (out == content[ids]).all()
-
-
 @pytest.mark.parametrize(
     ("number", "dtype", "times"),
     [(Number.FLOAT32, np.float32, 40), (Number.FLOAT16, np.float16, 500)],
