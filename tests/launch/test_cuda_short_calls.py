@@ -16,6 +16,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 import flashwarp as fw
 from flashwarp._jit.program import LoadedKernel
 from flashwarp.array.array import Array
+from flashwarp.cache import miss_list
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -25,6 +26,8 @@ from flashwarp.errors import (
     DtypeError,
     ReadOnlyError,
 )
+from flashwarp.launch.deferral import Deferral
+from flashwarp.launch.launcher import Launcher
 from flashwarp.launch.rows import RowParams
 from flashwarp.program.compiling import Kernel
 from support import fake_cuda
@@ -99,6 +102,25 @@ def check_short_calls_are_one_launch_and_no_query() -> None:
         assert stream_of_last_launch(x) == 1
         moved = x._attachment.launcher.moved
         assert (moved.calls, moved.rows) == (6, 12)
+
+
+def check_kept_plan_does_not_keep_how_a_launch_deferred_its_misses() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(miss_list, "_LINES_MIN", 1)
+        patch.setenv("FLASHWARP_DRAIN_BLOCKS", "1")
+        with open_array() as x:
+            fake().fake_hold(0)
+            torch_on(1)
+            index, out, asked = tensor(x, 2), tensor(x, 2), []
+            prepare = Launcher.prepare_rows
+            patch.setattr(
+                Launcher, "prepare_rows", lambda *size: asked.append(size[-1]) or prepare(*size)
+            )
+            for blocks in (0, 1, 0, 1):
+                patch.setattr(Deferral, "blocks", blocks)
+                x.gather(index, out, stream=1)
+                assert x.gather([1, 2]) is not None
+            assert asked == [0, 1], "each choice has one plan, for tensors and for ids on the host"
 
 
 def check_call_on_a_stream_comes_after_the_own_stream() -> None:
