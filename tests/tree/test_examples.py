@@ -57,7 +57,8 @@ def test_example_runs(name: str, needs: str | None, arguments: list[str], tmp_pa
         [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+        # Threads of torch that wait for each other by spinning take minutes where others run too.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
         check=False,
         timeout=100,
     )
