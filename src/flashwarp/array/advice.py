@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from flashwarp.array.stats import Stats
 from flashwarp.cache.sizes import LINE_BYTES_MIN
 
-__all__ = ["Usage", "advise"]
-
 # Longer lines were no faster on the drives that were measured.
 _LINE_BYTES_WORTH = 64 << 10
 

@@ -33,8 +33,6 @@ from flashwarp.nvme import Service
 if TYPE_CHECKING:
     from flashwarp.explanation import Explanation
 
-__all__ = ["Array"]
-
 
 @renamed
 class Array(Protocols):

@@ -43,8 +43,6 @@ from flashwarp.storage import Namespace
 from flashwarp.storage.composite import serve
 from flashwarp.transfer import DeviceQueue
 
-__all__ = ["Attachment"]
-
 _FLUSH = 0x00
 _DROP_ALL = 2
 

@@ -32,9 +32,6 @@ from flashwarp.errors import (
 from flashwarp.launch.launcher import Launcher, Verb
 from flashwarp.launch.operands import Index, Operands, Rows
 
-__all__ = ["Calls"]
-
-
 # Streams of a GPU on which an array's asynchronous calls run.
 _STREAMS = 8
 

@@ -48,8 +48,6 @@ from flashwarp.policy import CLOCK
 from flashwarp.sharing.messages import ITEMS_MAX
 from flashwarp.storage import files, npy
 
-__all__ = ["ClientAttachment"]
-
 # Segments that one launch takes: the list of those that it misses has room for all.
 _SEGMENTS_MAX = 1 << 16
 _LANES = 32

@@ -16,8 +16,6 @@ from flashwarp.storage.composite import members_of
 from flashwarp.storage.file_access import room_for_pages
 from flashwarp.transfer import pool_of
 
-__all__ = ["explain", "html_table"]
-
 
 def explain(attachment: Attachment, why: str) -> Explanation:
     """Explain an open array; `why` says how its storage was chosen."""

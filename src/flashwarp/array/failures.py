@@ -29,8 +29,6 @@ from flashwarp.errors import (
 )
 from flashwarp.nvme import Service
 
-__all__ = ["Failures"]
-
 _LBA_BYTES = 512
 
 # As many entries as the controller's own log holds.

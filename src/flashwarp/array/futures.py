@@ -16,8 +16,6 @@ from flashwarp._names import renamed
 from flashwarp.endings import NotCopied
 from flashwarp.errors import ForkError
 
-__all__ = ["Future"]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from flashwarp.errors import ClosedError
 
-__all__ = ["array_of", "arrays", "new", "point_to"]
-
 _numbers = itertools.count(1)
 _arrays: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 

@@ -36,8 +36,6 @@ from flashwarp.errors import ArgumentError, CaptureError, ClosedError, DeviceErr
 from flashwarp.launch.launcher import Launcher, Verb
 from flashwarp.launch.operands import Index, Rows
 
-__all__ = ["LOOK_S", "Call", "InFlight", "Queue", "Seat"]
-
 _log = logging.getLogger(__name__)
 
 # How long the worker waits for another call before it ends.

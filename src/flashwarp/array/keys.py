@@ -17,15 +17,15 @@ from flashwarp.errors import ArgumentError
 from flashwarp.launch.operands import host_empty, host_index
 from flashwarp.launch.rows import RowFormat
 
-__all__ = ["read", "rows_at_once", "store"]
-
 
 class Indexed(moving.Attached, Protocol):
     """An array, of which the caller has the turn, with its calls on rows by index."""
 
-    def gather(self, idx: object) -> Any: ...
+    def gather(self, idx: object) -> Any:
+        """Return rows; see `Array.gather`."""
 
-    def scatter(self, idx: object, values: object) -> None: ...
+    def scatter(self, idx: object, values: object) -> None:
+        """Store rows; see `Array.scatter`."""
 
 
 def rows_at_once(rows: RowFormat) -> int:

@@ -14,8 +14,6 @@ from flashwarp.errors import CaptureError
 from flashwarp.launch.launcher import Verb
 from flashwarp.launch.operands import Index, Operands, Rows
 
-__all__ = ["Attached", "gather", "move", "place_ids", "prefetch", "scatter"]
-
 
 class Attached(Protocol):
     """An array, of which the caller has the turn."""

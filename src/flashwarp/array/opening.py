@@ -41,8 +41,6 @@ from flashwarp.storage.file_access import Access, reach
 from flashwarp.storage.files import PathLike
 from flashwarp.storage.source import FilePart, Shape, Source, look, names_files
 
-__all__ = ["create", "open"]
-
 CacheLike: TypeAlias = Literal["auto"] | int | str | Cache
 Mode: TypeAlias = Literal["r", "r+"]
 

@@ -15,8 +15,6 @@ from flashwarp.array.keys import rows_at_once
 from flashwarp.errors import ArgumentError, FlashwarpError
 from flashwarp.launch.rows import RowFormat
 
-__all__ = ["Protocols"]
-
 
 class Protocols(endings.Closing):
     """The base of `Array` that has no state: lengths, iteration, copies in memory, and tables."""

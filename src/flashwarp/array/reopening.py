@@ -17,8 +17,6 @@ from flashwarp.array import handles
 from flashwarp.array.attachment import Attachment
 from flashwarp.errors import ClosedError, ForkError
 
-__all__ = ["Recipe", "reopen", "why_not"]
-
 _opening = endings.Lock()
 """One pickled or inherited array opens at a time."""
 

@@ -19,8 +19,6 @@ import numpy.typing as npt
 from flashwarp.errors import BoundsError, IndexDtypeError
 from flashwarp.launch.rows import host_indices, plain_slice
 
-__all__ = ["Block", "Selection", "select"]
-
 Part: TypeAlias = int | slice | EllipsisType | npt.NDArray[Any] | None
 """A part of a key, for one axis, for several, or for a new one."""
 

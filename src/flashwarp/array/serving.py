@@ -44,8 +44,6 @@ from flashwarp.sharing.listener import Answer
 from flashwarp.sharing.messages import ITEMS_MAX, Message
 from flashwarp.storage import File, files
 
-__all__ = ["Serving"]
-
 _log = logging.getLogger(__name__)
 
 _BYTES = np.dtype(np.uint8)

@@ -17,8 +17,6 @@ from flashwarp.device.layouts import fields_of
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, ClosedError, SharedCacheError, ShareError
 
-__all__ = ["ENTRIES_MAX", "ShareTable", "ShareTableStruct"]
-
 ENTRIES_MAX = 1 << 20
 """Most entries of a table: one for each thread that can be on a device."""
 

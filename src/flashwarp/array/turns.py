@@ -24,8 +24,6 @@ from flashwarp.errors import (
 )
 from flashwarp.launch.launcher import Watcher
 
-__all__ = ["Turns", "in_turns", "loads", "stores"]
-
 A = TypeVar("A", bound=Any)
 P = ParamSpec("P")
 R = TypeVar("R")

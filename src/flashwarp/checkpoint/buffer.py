@@ -15,8 +15,6 @@ import numpy.typing as npt
 from flashwarp import _native
 from flashwarp.device.memory import align_up
 
-__all__ = ["ALIGNMENT", "GAP", "NEVER_NS", "FragmentTable", "Window"]
-
 ALIGNMENT = 4096
 """Blocks begin at multiples of so many bytes, so that storage writes them past the page cache."""
 

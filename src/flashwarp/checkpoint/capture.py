@@ -18,8 +18,6 @@ from flashwarp.device import Device
 from flashwarp.device.foreign import ArrayView, view
 from flashwarp.errors import ArgumentError, CheckpointError, DtypeError
 
-__all__ = ["Bytes", "Protected", "RegionSet", "describe", "names_of", "new_array"]
-
 
 @dataclass(frozen=True)
 class Bytes:

@@ -42,8 +42,6 @@ from flashwarp.errors import (
 )
 from flashwarp.explanation import Explanation
 
-__all__ = ["Checkpointer"]
-
 _log = logging.getLogger(__name__)
 
 

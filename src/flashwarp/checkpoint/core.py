@@ -39,8 +39,6 @@ from flashwarp.errors import (
 
 T = TypeVar("T")
 
-__all__ = ["ROLES", "Core", "hint_key"]
-
 _log = logging.getLogger(__name__)
 
 _DISTANCE_MAX = 64

@@ -12,8 +12,6 @@ from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.flushing import retry_now
 from flashwarp.checkpoint.tier import Entry
 
-__all__ = ["Durability"]
-
 
 class Durability:
     """Waits of one checkpointer."""

@@ -28,8 +28,6 @@ from flashwarp import _native
 from flashwarp.checkpoint.buffer import GAP, NEVER_NS, FragmentTable, Window
 from flashwarp.errors import ArgumentError
 
-__all__ = ["FIFO", "LRU", "Policy", "Score", "Urgency", "policy_of"]
-
 
 class Urgency(enum.IntEnum):
     """Bases of urgencies: the larger, the sooner given up. See `consumed`, `unhinted`."""

@@ -23,8 +23,6 @@ from flashwarp.checkpoint.storing import Storing, forget_stored, wanted
 from flashwarp.checkpoint.tier import Entry, Key, Tier
 from flashwarp.errors import CheckpointError, FlashwarpError
 
-__all__ = ["FLUSHES_MAX", "Flusher", "Uploader"]
-
 _log = logging.getLogger(__name__)
 
 _RETRY_MAX_S = 60.0

@@ -10,8 +10,6 @@ from typing import Any
 from flashwarp.endings import Condition, NotCopied
 from flashwarp.errors import ForkError, WaitTimeout
 
-__all__ = ["Saved"]
-
 
 class Saved(NotCopied, concurrent.futures.Future[int]):
     """The future of one checkpoint: its version number, once it is durable on the SSD.

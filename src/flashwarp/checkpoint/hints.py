@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from flashwarp.errors import ArgumentError
 
-__all__ = ["HINTS_MAX", "PASSED_MAX", "Hint", "RestoreQueue", "ScoreCard"]
-
 HINTS_MAX = 1 << 20
 """Hints that may be open at a time: about 200 MiB of host memory."""
 

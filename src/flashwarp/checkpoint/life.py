@@ -10,8 +10,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["TRANSITIONS", "Event", "Fact", "Life", "State", "Transition", "evictable", "state"]
-
 
 class Fact(enum.IntFlag):
     """What holds of a version on a tier. The facts are orthogonal: each can hold without the rest.

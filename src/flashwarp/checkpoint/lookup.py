@@ -9,8 +9,6 @@ from flashwarp.checkpoint.system import System
 from flashwarp.checkpoint.tier import Entry, Key
 from flashwarp.errors import FlashwarpError, MissingVersionError
 
-__all__ = ["Lookup"]
-
 _log = logging.getLogger(__name__)
 
 

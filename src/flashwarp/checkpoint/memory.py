@@ -15,8 +15,6 @@ from flashwarp.errors import DeviceError
 from flashwarp.transfer import pool_of
 from flashwarp.transfer.buffer import PIECE_BYTES
 
-__all__ = ["GrowingMemory"]
-
 _log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 256 << 20

@@ -29,8 +29,6 @@ from flashwarp.transfer import LinkBandwidth
 if TYPE_CHECKING:
     from flashwarp.transfer import Copy, CopyEngine, TransferBuffer, TransferClient
 
-__all__ = ["LINKS", "Mover", "Pending"]
-
 LINKS = ("within", "down", "up", "to storage", "from storage", "to remote")
 """Links whose bandwidth is measured: inside the device or host memory, from the GPU cache to the
 host, back, and those of storage."""

@@ -15,8 +15,6 @@ from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.checkpoint.workers import Crew
 from flashwarp.errors import WaitTimeout
 
-__all__ = ["AT_A_TIME", "QUEUED_MAX", "STORAGE_THREADS", "Pieces"]
-
 AT_A_TIME = 8
 """How many are moved at a time: one at a time leaves the disk idle between two of them."""
 

@@ -10,8 +10,6 @@ from collections.abc import Hashable
 
 from flashwarp.transfer import LinkBandwidth
 
-__all__ = ["Backlog", "RestoreInterval"]
-
 # A new interval counts for a quarter: the estimate follows a change within about ten restores.
 _SHARE = 4
 

@@ -19,8 +19,6 @@ from flashwarp.checkpoint.storing import Storing, wanted
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.errors import FlashwarpError, MissingVersionError
 
-__all__ = ["Prefetcher"]
-
 _log = logging.getLogger(__name__)
 
 

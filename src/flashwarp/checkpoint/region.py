@@ -17,8 +17,6 @@ from flashwarp.config import SIZE_MAX, integer
 from flashwarp.dtypes import check_shape
 from flashwarp.errors import ArgumentError, DtypeError
 
-__all__ = ["REGION_NAME_BYTES_MAX", "Region"]
-
 REGION_NAME_BYTES_MAX = 1024
 """Most bytes of a region's name in UTF-8; the keys of state dicts are far shorter."""
 

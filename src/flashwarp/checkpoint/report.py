@@ -11,8 +11,6 @@ from flashwarp.checkpoint.hints import ScoreCard
 from flashwarp.explanation import Explanation
 from flashwarp.transfer import pool_of
 
-__all__ = ["CheckpointStats", "explain", "stats_of"]
-
 
 @dataclass(frozen=True)
 class CheckpointStats:

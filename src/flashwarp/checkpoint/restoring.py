@@ -17,8 +17,6 @@ from flashwarp.checkpoint.storing import Storing
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.errors import MissingVersionError
 
-__all__ = ["Restore", "Restorer"]
-
 
 @dataclass(eq=False)
 class Restore:

@@ -14,8 +14,6 @@ from flashwarp.checkpoint.hints import HINTS_MAX, PASSED_MAX
 from flashwarp.config import SIZE_MAX, flag, integer, number, parse_bytes, time_limit_s
 from flashwarp.errors import ArgumentError
 
-__all__ = ["Settings"]
-
 
 @renamed
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.checkpoint.workers import Crew
 from flashwarp.errors import CheckpointError, ClosedError
 
-__all__ = ["Stager"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from flashwarp.errors import (
     MissingVersionError,
 )
 
-__all__ = ["Removal", "Storing", "forget_stored", "wanted"]
-
 _log = logging.getLogger(__name__)
 
 Fill = Callable[[Any, Callable[[], bool]], bool]

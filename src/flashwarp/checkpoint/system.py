@@ -34,8 +34,6 @@ from flashwarp.errors import (
     ReadOnlyError,
 )
 
-__all__ = ["System"]
-
 _log = logging.getLogger(__name__)
 
 _LIST_AGAIN_S = 0.05

@@ -10,8 +10,6 @@ from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.tier import Entry
 from flashwarp.device import Device
 
-__all__ = ["give", "targets_of"]
-
 
 def targets_of(
     entry: Entry,

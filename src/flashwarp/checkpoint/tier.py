@@ -17,8 +17,6 @@ from flashwarp.checkpoint.region import Region
 from flashwarp.device.memory import align_up
 from flashwarp.errors import ArgumentError
 
-__all__ = ["Entry", "Key", "Tier", "block_offsets"]
-
 Key = tuple[str, int]
 """The name of a checkpoint, and the number of a version."""
 

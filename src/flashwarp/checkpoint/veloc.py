@@ -20,8 +20,6 @@ from flashwarp.config import choice
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, CheckpointError
 
-__all__ = ["CKPT_ALL", "CKPT_REST", "CKPT_SOME", "Client", "Init", "Init_single", "read_config"]
-
 _log = logging.getLogger(__name__)
 
 CKPT_ALL, CKPT_SOME, CKPT_REST = "all", "some", "rest"

@@ -16,8 +16,6 @@ from functools import partial
 from flashwarp import endings
 from flashwarp._waiting import STEP_MAX_S
 
-__all__ = ["Crew", "Job"]
-
 _log = logging.getLogger(__name__)
 
 Job = Callable[[], None]

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from flashwarp.cli.parser import Parser, amount, folder, output_path
 
-__all__ = ["add_arguments"]
-
 _PARTS = ("gather", "load", "pipeline", "checkpoint")
 _BYTES_MIN = 1 << 20
 

@@ -13,8 +13,6 @@ from flashwarp.cli.parser import Parser, amount
 if TYPE_CHECKING:
     from flashwarp.checkpoint.directory import Directory, Finding, RemoteDirectory
 
-__all__ = ["add_arguments"]
-
 _PLACE = "A folder, or a URL of a remote store as s3://bucket/run."
 
 

@@ -47,8 +47,6 @@ from flashwarp.transfer.pool import BOUNDS
 if TYPE_CHECKING:
     from flashwarp.cli.parser import Parser
 
-__all__ = ["Finding", "add_arguments", "examine"]
-
 _MARKS = {"ok": "✓", "limited": "!", "missing": "-", "broken": "✗"}
 
 # 256 MiB outlast the small write caches of drives, and take 0.1 s at 3 GB/s.

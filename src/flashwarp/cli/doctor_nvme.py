@@ -27,8 +27,6 @@ from flashwarp.nvme.binding import PciController
 from flashwarp.probe.text import binary
 from flashwarp.storage.block_users import text_of
 
-__all__ = ["Machine"]
-
 Check = tuple[str, Callable[[], Finding]]
 
 _URING_COMMANDS = (5, 19)

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from flashwarp.cli import file_image, file_map
 from flashwarp.cli.parser import Parser
 
-__all__ = ["add_arguments"]
-
 
 def add_arguments(parser: Parser, _: Sequence[str]) -> None:
     """Give `parser` the subcommands and their options."""

@@ -13,8 +13,6 @@ from flashwarp.cli.parser import Parser, existing_path
 if TYPE_CHECKING:
     from flashwarp.file.gvdk import Report
 
-__all__ = ["add_arguments"]
-
 _KEY = "A file that holds the image's key: 16 bytes or more, all of which count."
 
 

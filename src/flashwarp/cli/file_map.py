@@ -8,8 +8,6 @@ import sys
 
 from flashwarp.errors import PathError
 
-__all__ = ["WHAT", "add_arguments"]
-
 WHAT = "Show where the bytes of a file lie on its block device; exit with 1 if no map can be used."
 
 

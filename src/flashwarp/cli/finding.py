@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Finding", "State"]
-
 State = Literal["ok", "limited", "missing", "broken"]
 
 

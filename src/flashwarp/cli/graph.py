@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from flashwarp.cli.parser import Parser
     from flashwarp.graphs import CsrGraph
 
-__all__ = ["add_arguments"]
-
 
 def add_arguments(parser: Parser, _: Sequence[str]) -> None:
     """Give `parser` the subcommands and their options."""

@@ -24,8 +24,6 @@ from typing import TextIO
 from flashwarp.cli.parser import Parser
 from flashwarp.errors import FlashwarpError
 
-__all__ = ["COMMANDS", "main", "run"]
-
 COMMANDS = {
     "doctor": "Report what works on this machine, what does not, and why.",
     "bench": "Measure what this machine gives, and what flashwarp reaches on it.",

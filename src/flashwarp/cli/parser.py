@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Parser", "amount", "existing_path", "folder", "output_path"]
-
 
 class _Help(argparse.HelpFormatter):
     """Adds the default of an option to its help text."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from flashwarp.cli.parser import Parser
 
-__all__ = ["add_arguments"]
-
 _LOOK_S = 1.0
 
 

@@ -12,8 +12,6 @@ from flashwarp.cli.parser import Parser, output_path
 if TYPE_CHECKING:
     from flashwarp.trace import Trace
 
-__all__ = ["add_arguments"]
-
 _SOURCE = "A file of `record`, or what can be made: zipf, scan+zipf, loop, bfs."
 
 

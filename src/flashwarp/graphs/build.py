@@ -22,8 +22,6 @@ from flashwarp.graphs.csr import NEIGHBOURS, OFFSETS, WEIGHTS, CsrGraph, begin, 
 from flashwarp.graphs.edges import VERTICES_MAX, Edges, EdgeSource, parallel_map
 from flashwarp.storage import npy
 
-__all__ = ["MEMORY_BYTES", "write_csr"]
-
 MEMORY_BYTES = 2 << 30
 """Keys held in memory before they go to files. Sorting takes twice a bucket more."""
 

@@ -25,8 +25,6 @@ from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.storage.npy import read_layout
 
-__all__ = ["NEIGHBOURS", "OFFSETS", "WEIGHTS", "CsrGraph", "begin", "finish"]
-
 OFFSETS, NEIGHBOURS, WEIGHTS = "offsets.npy", "neighbours.npy", "weights.npy"
 _LABELS, _FORMAT = "labels.npy", "graph.json"
 _BY_DEGREE = {"version": 2, "order": "degree"}

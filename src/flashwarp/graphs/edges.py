@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from flashwarp import config, endings
 
-__all__ = ["VERTICES_MAX", "EdgeSource", "Edges", "parallel_map"]
-
 VERTICES_MAX = 1 << 32
 """A vertex is 4 bytes in a file."""
 

@@ -17,8 +17,6 @@ from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError
 from flashwarp.graphs.edges import Edges, EdgeSource, parallel_map
 
-__all__ = ["EDGE_FACTOR", "kronecker", "rmat_chunk", "uniform"]
-
 EDGE_FACTOR = 16
 SCALE_MAX = 32
 # Chances of the four quadrants (top left, top right, bottom left) at each level, as 16-bit

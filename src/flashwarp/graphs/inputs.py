@@ -25,8 +25,6 @@ from flashwarp.graphs.csr import CsrGraph
 from flashwarp.graphs.edges import VERTICES_MAX, Edges, EdgeSource
 from flashwarp.graphs.generate import EDGE_FACTOR, kronecker, uniform
 
-__all__ = ["load", "source_of"]
-
 _GENERATORS = {"kron": kronecker, "urand": uniform}
 _TEXT_BYTES = 16 << 20
 _CHUNK_EDGES = 1 << 20

@@ -18,8 +18,6 @@ from flashwarp.graphs.build import MEMORY_BYTES, write_csr
 from flashwarp.graphs.csr import CsrGraph
 from flashwarp.graphs.edges import Edges, EdgeSource, parallel_map
 
-__all__ = ["by_degree"]
-
 _PART_ENTRIES = 1 << 20
 
 

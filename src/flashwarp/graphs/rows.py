@@ -14,8 +14,6 @@ from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError
 from flashwarp.graphs.csr import CsrGraph
 
-__all__ = ["Rows", "RowsStruct"]
-
 _ENTRY_BYTES = 4
 # The work of one warp at a time: a line of 4 KiB. Of longer lines it is a part.
 _CHUNK_BYTES_MAX = 4096

@@ -21,8 +21,6 @@ from flashwarp.nvme.software import SoftwareService
 from flashwarp.storage import File, Memory, Namespace
 from flashwarp.storage.routes import PIECE_BYTES
 
-__all__ = ["RangeCopies", "RowCopies", "why_no_copies"]
-
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
 # Shorter ranges take their time from the launch, not from the link.

@@ -11,8 +11,6 @@ from flashwarp.cache.cache import Volume
 from flashwarp.launch.rows import NOT_DEFERRED, Deferred
 from flashwarp.nvme import Service
 
-__all__ = ["Deferral"]
-
 # A block has 8 warps, each of which fetches up to 32 lines at a time. A drive of 7 GB/s and 100 us
 # needs 171 lines of 4 KiB in flight, so two blocks suffice for it. What host threads copy comes
 # faster: 8 blocks have enough loads in flight to saturate PCIe.

@@ -39,8 +39,6 @@ from flashwarp.launch.rows import (
 )
 from flashwarp.nvme import Service
 
-__all__ = ["Launcher", "Verb", "Watcher"]
-
 Verb: TypeAlias = Literal["gather", "scatter", "stream"]
 T = TypeVar("T")
 

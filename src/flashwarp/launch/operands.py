@@ -27,17 +27,6 @@ from flashwarp.device.scratch import Scratch
 from flashwarp.errors import ArgumentError, DeviceOutOfMemory, DtypeError, IndexDtypeError
 from flashwarp.launch.rows import RowFormat, host_indices, plain_slice
 
-__all__ = [
-    "Index",
-    "Operands",
-    "Rows",
-    "host_empty",
-    "host_index",
-    "in_memory",
-    "is_foreign",
-    "rows_of",
-]
-
 # Libraries that can allocate a result on a GPU; callers of others get a `DeviceArray`.
 _ALLOCATING = ("torch", "cupy")
 

@@ -15,8 +15,6 @@ from flashwarp._jit.cuda_context import CAPTURED, wait_until
 from flashwarp.device import CudaDevice
 from flashwarp.errors import CaptureError
 
-__all__ = ["ALL_LINES", "Order", "in_order"]
-
 ALL_LINES = (0, (1 << 64) - 1)
 
 T = TypeVar("T")

@@ -15,8 +15,6 @@ from flashwarp.errors import ArgumentError, FileFormatError
 from flashwarp.storage import files, npy, safetensors
 from flashwarp.storage.safetensors import Checkpoint
 
-__all__ = ["Content", "chosen", "contents"]
-
 _NAMES_SHOWN = 5
 
 

@@ -14,8 +14,6 @@ from flashwarp.loading.places import LIBRARIES, Library, Place
 from flashwarp.storage.files import open_for_reading
 from flashwarp.transfer.operand import describe
 
-__all__ = ["device_of", "library_of", "places_of", "tensors_of"]
-
 _COMPARED_BYTES = 4 << 20
 
 

@@ -18,8 +18,6 @@ from flashwarp.loading.places import allocate, library_for
 from flashwarp.loading.progress import Progress, progress_for
 from flashwarp.storage.safetensors import Checkpoint
 
-__all__ = ["load"]
-
 _STAGING_MOST = 1 << 40
 
 

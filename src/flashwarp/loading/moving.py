@@ -45,8 +45,6 @@ from flashwarp.transfer import (
     TransferClient,
 )
 
-__all__ = ["STAGING_BYTES_MIN", "move"]
-
 T = TypeVar("T")
 
 # So many bytes are read and copied at a time: a tenth of a millisecond of Python's lock each.

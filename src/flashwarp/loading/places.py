@@ -23,8 +23,6 @@ from flashwarp.device.memory import align_up
 from flashwarp.errors import ArgumentError, DeviceOutOfMemory, DtypeError
 from flashwarp.loading.contents import Content
 
-__all__ = ["LIBRARIES", "Library", "Place", "allocate", "library_for"]
-
 _ALIGNMENT = 256
 
 # What each dtype of the format is called in torch and numpy; torch packs two numbers of F4 into an

@@ -9,8 +9,6 @@ from typing import TypeAlias
 
 from flashwarp.errors import ArgumentError
 
-__all__ = ["Progress", "progress_for"]
-
 Progress: TypeAlias = Callable[[int, int], object]
 """Called with the bytes that have arrived, and all bytes."""
 

@@ -23,19 +23,6 @@ from numpy.typing import NDArray
 from flashwarp.storage import npy
 from flashwarp.storage.file import Mapping
 
-__all__ = [
-    "DiskCeiling",
-    "create_npy",
-    "direct_reads_work",
-    "drop_page_cache",
-    "fill_page_cache",
-    "measure_ceiling",
-    "measure_writes",
-    "read_blocks",
-    "residency",
-    "resident_fraction",
-]
-
 RANDOM_DEPTH = 256
 SEQUENTIAL_DEPTH = 8
 SEQUENTIAL_BYTES = 1 << 20

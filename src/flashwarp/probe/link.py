@@ -9,8 +9,6 @@ import flashwarp as fw
 from flashwarp.device import Device
 from flashwarp.probe.timing import wall_seconds
 
-__all__ = ["LINK_BYTES", "LinkRates", "compile_pull", "measure_link"]
-
 # The copy engine reaches its full rate from some 16 MiB on.
 LINK_BYTES = 128 << 20
 """Bytes of one copy, and of the pinned memory that it needs."""

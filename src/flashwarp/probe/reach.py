@@ -27,8 +27,6 @@ from flashwarp.probe.link import LinkRates, compile_pull, measure_link
 from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, median_of, wall_seconds
 
-__all__ = ["reach"]
-
 _ROW_BYTES = 4096
 _WORDS = _ROW_BYTES // 4
 _AT_A_TIME = 2048

@@ -28,8 +28,6 @@ from flashwarp._jit import cuda_api
 from flashwarp.errors import FlashwarpError
 from flashwarp.probe.text import aligned
 
-__all__ = ["Report", "Row", "kept", "provenance"]
-
 COMMIT_VARIABLE = "FLASHWARP_COMMIT"
 """Names the commit that an installed package was built from, which it cannot find out itself."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["aligned", "binary", "thousands"]
-
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Return rows as lines of text in columns: the first `left` flush left, the others right."""

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from flashwarp.device import Device
 
-__all__ = ["device_seconds", "in_turns", "median_of", "wall_seconds"]
-
 Name = TypeVar("Name", bound=str)
 
 

@@ -33,8 +33,6 @@ from flashwarp.errors import (
 from flashwarp.file.kernel_file import KernelFile
 from flashwarp.pipeline.device_calls import DeviceCalls
 
-__all__ = ["Launch", "Param", "accesses_of", "parse_signature"]
-
 
 class Launch:
     """Orders one launch with the work of other libraries, if it uses their arrays."""

@@ -28,8 +28,6 @@ from flashwarp.policy import CLOCK, Policy, resolve_policy
 from flashwarp.program.arguments import Launch, accesses_of, parse_signature
 from flashwarp.storage import files
 
-__all__ = ["Kernel", "KernelResources", "Program", "compile", "get_include"]
-
 _WARPS_MAX = (1 << 31) - 1
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*\Z")

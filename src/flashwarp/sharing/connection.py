@@ -20,8 +20,6 @@ from flashwarp.errors import ForkError, OwnerLostError, SharedCacheError
 from flashwarp.sharing import messages, names
 from flashwarp.sharing.messages import Message
 
-__all__ = ["Connection"]
-
 # Longer than any request may take in the owner, whose own waits end first: see `limit_s`.
 _LIMITS = 1.25
 

@@ -20,8 +20,6 @@ from flashwarp.errors import FlashwarpError, SharedCacheError
 from flashwarp.sharing import messages, names
 from flashwarp.sharing.messages import Message
 
-__all__ = ["Answer", "Listener", "Session"]
-
 _log = logging.getLogger(__name__)
 
 CLIENTS_MAX = 64

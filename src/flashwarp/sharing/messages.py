@@ -18,8 +18,6 @@ from typing import Any
 from flashwarp import errors
 from flashwarp.errors import FlashwarpError, SharedCacheError
 
-__all__ = ["ITEMS_MAX", "VERSION", "Message", "error_of", "fail", "hello", "receive", "send"]
-
 VERSION = 2
 """Of messages, and of the memory that clients read: tags, frames and epochs."""
 

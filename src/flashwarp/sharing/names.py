@@ -20,8 +20,6 @@ from flashwarp._jit import private_folder
 from flashwarp.errors import SharedCacheError
 from flashwarp.storage import files
 
-__all__ = ["OwnerLock", "check_name", "folder_path", "listen", "reach"]
-
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 # Clients that wait to be accepted. More get EAGAIN, and try again.

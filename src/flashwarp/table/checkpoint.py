@@ -17,8 +17,6 @@ from flashwarp.errors import CheckpointError, ExistingFileError, FlashwarpError
 from flashwarp.storage import files
 from flashwarp.table.record import Record, record_path
 
-__all__ = ["Table", "restore_table", "save"]
-
 # linux/fs.h: shares the blocks of a file with another one, until one of them is written.
 _FICLONE = 0x40049409
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS)

@@ -24,8 +24,6 @@ from flashwarp.launch.operands import Index
 from flashwarp.launch.order import in_order
 from flashwarp.table.structs import LookupParams, LookupTableStruct, TableScalesStruct
 
-__all__ = ["Bags", "Ids", "Lookup", "Number", "Pooling", "Scales", "Table", "Weights"]
-
 # Lanes of a warp on a GPU, and bytes that a lane loads at a time.
 _LANES = 32
 _WORD_BYTES = 16

@@ -18,8 +18,6 @@ from flashwarp.storage import files, npy
 from flashwarp.table.record import Record, record_path
 from flashwarp.table.update import RULES, Rule
 
-__all__ = ["Initial", "create_table", "rule_of"]
-
 Initial: TypeAlias = (
     Literal["normal", "uniform", "zeros"] | Callable[[int, int], npt.NDArray[np.float32]]
 )

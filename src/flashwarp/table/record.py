@@ -15,8 +15,6 @@ from typing import Any
 from flashwarp.errors import FileFormatError
 from flashwarp.storage import files
 
-__all__ = ["Record", "record_path"]
-
 _FORMAT = 1
 _SUFFIX = ".training.json"
 

@@ -7,8 +7,6 @@ import ctypes
 from flashwarp.cache.structs import GeometryStruct
 from flashwarp.device.layouts import fields_of
 
-__all__ = ["LookupParams", "LookupTableStruct", "TableScalesStruct"]
-
 
 class TableScalesStruct(ctypes.Structure):
     """Mirror of `kernels::table_scales`."""

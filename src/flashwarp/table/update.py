@@ -17,8 +17,6 @@ from flashwarp.device.layouts import fields_of
 from flashwarp.errors import ArgumentError, DtypeError, ReadOnlyError
 from flashwarp.launch.rows import RowParams
 
-__all__ = ["RULES", "Gradients", "Rates", "RowUpdate", "Rule"]
-
 # Rows in several lines are updated by copies, one for each warp. The kernel has at most 16 warps on
 # a multiprocessor, twice `Device.warps_at_once`.
 _WARPS_MIN = 256

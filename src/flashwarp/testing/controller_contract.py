@@ -35,8 +35,6 @@ from flashwarp.testing.rings import (
 )
 from flashwarp.testing.storage_contract import random_content
 
-__all__ = ["ControllerContract"]
-
 _MIB = 1 << 20
 _DEALLOCATE = 4
 _DATASET_RANGE = np.dtype([("attributes", "<u4"), ("blocks", "<u4"), ("lba", "<u8")])

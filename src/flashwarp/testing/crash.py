@@ -23,8 +23,6 @@ from flashwarp.storage import Memory, Storage
 from flashwarp.testing.faults import Faulty
 from flashwarp.testing.recording import Recording
 
-__all__ = ["CrashSuite", "KillSuite"]
-
 _ELEMENT_BITS = 32
 
 

@@ -15,8 +15,6 @@ from flashwarp import _native
 from flashwarp.errors import ArgumentError
 from flashwarp.storage import File, Storage
 
-__all__ = ["Fault", "FaultPlan", "Faulty"]
-
 OPERATIONS = ("read", "write", "flush", "discard", "write_zeroes", "any")
 _TRANSFERS = ("read", "write")
 

@@ -18,8 +18,6 @@ from flashwarp import _native
 from flashwarp.config import parse_bytes
 from flashwarp.storage import Storage
 
-__all__ = ["CrashState", "Event", "Recording"]
-
 SECTOR_BYTES = 512
 
 

@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from flashwarp import _native
 
-__all__ = ["AlignedMemory", "Completion", "Host", "Ring"]
-
 LBA = 512
 FLUSH, WRITE, READ, WRITE_ZEROES, DATASET_MANAGEMENT = 0x00, 0x01, 0x02, 0x08, 0x09
 IDENTIFY = 0x06

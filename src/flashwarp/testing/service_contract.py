@@ -18,8 +18,6 @@ from flashwarp.nvme.queue_pair import ROUTES
 from flashwarp.storage import Namespace
 from flashwarp.testing.storage_contract import assert_raises, random_content
 
-__all__ = ["ServiceContract"]
-
 
 class ServiceContract(ABC):
     """Tests of a `Controller` and its services, seen from arrays; pytest runs those of a subclass.

@@ -24,8 +24,6 @@ from flashwarp.errors import (
 )
 from flashwarp.storage import Storage
 
-__all__ = ["StorageContract"]
-
 
 def random_content(nbytes: int, seed: int = 0) -> bytes:
     """Bytes without a pattern."""

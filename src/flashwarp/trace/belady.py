@@ -14,8 +14,6 @@ import numpy.typing as npt
 from flashwarp.config import integer
 from flashwarp.errors import ArgumentError
 
-__all__ = ["min_misses", "min_misses_in_sets"]
-
 
 def min_misses(lines: npt.NDArray[np.int64], capacity: int) -> int:
     """Count the misses of MIN in a cache of `capacity` lines, each of which may be anywhere.

@@ -19,8 +19,6 @@ from flashwarp.trace.replay import replay
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Comparison", "compare", "plot", "save"]
-
 MIN = "MIN"
 MIN_IN_SETS = "MIN in sets"
 # Shares of the trace's different lines.

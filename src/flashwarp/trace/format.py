@@ -13,8 +13,6 @@ from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.storage import files
 
-__all__ = ["Trace"]
-
 _VERSION = 1
 # Line numbers that device code can have: see `tag::kLineBits`.
 _LINES_MAX = 1 << 38

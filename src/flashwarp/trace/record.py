@@ -14,8 +14,6 @@ from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError
 from flashwarp.trace.format import Trace
 
-__all__ = ["Recorder", "ranges", "record", "trace_of_indices"]
-
 
 def ranges(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return so many integers from each start on, one range after the other."""

@@ -16,8 +16,6 @@ from flashwarp.policy import Policy, resolve_policy
 from flashwarp.storage import Memory
 from flashwarp.trace.format import Trace
 
-__all__ = ["Replay", "replay"]
-
 # The shortest line: what a line holds makes no difference to which ones stay.
 _LINE_BYTES = 512
 # Rows gathered by one call, which is 32 MiB of lines.

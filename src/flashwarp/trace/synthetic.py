@@ -14,8 +14,6 @@ from flashwarp.errors import ArgumentError
 from flashwarp.trace.format import Trace
 from flashwarp.trace.record import ranges
 
-__all__ = ["SYNTHETIC", "make"]
-
 _LINE_BYTES = 4096
 # 32 MiB of neighbours, in lines that random access is good for.
 _GRAPH = "kron:18"

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from flashwarp.errors import ArgumentError
 
-__all__ = ["PAGE_BYTES", "bytes_of", "page_aligned"]
-
 PAGE_BYTES = 4096
 
 

@@ -24,8 +24,6 @@ from flashwarp.errors import (
     StorageError,
 )
 
-__all__ = ["Catalog", "exists", "first_line"]
-
 _log = logging.getLogger(__name__)
 
 _OPEN_ATTEMPTS = 3

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from flashwarp import _native, endings
 from flashwarp.errors import ArgumentError, CheckpointError
 
-__all__ = ["Checksums", "chunk_checksums", "chunk_count"]
-
 
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
     """Return how many chunks a region has; the last one may be shorter."""

@@ -14,8 +14,6 @@ from flashwarp.errors import (
     MissingVersionError,
 )
 
-__all__ = ["Copied", "copy_versions"]
-
 
 @dataclass
 class Copied:

@@ -42,8 +42,6 @@ from flashwarp.errors import (
 )
 from flashwarp.storage import files
 
-__all__ = ["Directory"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)

@@ -9,8 +9,6 @@ from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.config import number
 from flashwarp.errors import WaitTimeout
 
-__all__ = ["follow"]
-
 _TIMEOUT_S_MAX = 1e9
 _POLL_S_MIN = 1e-3
 _POLL_S_MAX = 60.0

@@ -9,8 +9,6 @@ from flashwarp.errors import DamagedVersionError
 from flashwarp.storage import File, files
 from flashwarp.storage.file_access import Choice
 
-__all__ = ["FileSource", "choose_o_direct"]
-
 
 class FileSource:
     """A data file that must have `nbytes`; raises MissingFileError or DamagedVersionError."""

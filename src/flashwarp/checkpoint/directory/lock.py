@@ -15,8 +15,6 @@ from flashwarp import _native
 from flashwarp.errors import LockedError
 from flashwarp.storage import files
 
-__all__ = ["RankLock", "lock_path"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -25,19 +25,6 @@ from flashwarp.checkpoint.region import Region
 from flashwarp.config import SIZE_MAX
 from flashwarp.errors import ArgumentError, FlashwarpError
 
-__all__ = [
-    "ALIGNMENT",
-    "CHUNK_BYTES_MAX",
-    "CHUNK_BYTES_MIN",
-    "MANIFEST_BYTES_MAX",
-    "Manifest",
-    "StoredRegion",
-    "encode",
-    "lay_out",
-    "least_bytes",
-    "parse",
-]
-
 FORMAT = 2
 _WITHOUT_IDENTITY = 1
 ALIGNMENT = 4096

@@ -15,24 +15,6 @@ from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError
 from flashwarp.storage import files
 
-__all__ = [
-    "DATA",
-    "RANK_MAX",
-    "check_name",
-    "check_rank",
-    "check_version",
-    "data_name",
-    "data_version",
-    "discarded_name",
-    "identity_of",
-    "listed",
-    "manifest_name",
-    "rank_folder",
-    "rank_of",
-    "rank_of_process",
-    "versions_among",
-]
-
 RANK_MAX = 99_999
 _VERSION_DIGITS = 19  # of 2^63 - 1
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from flashwarp.config import SIZE_MAX, integer
 
-__all__ = ["Finding", "superfluous"]
-
 
 @dataclass(frozen=True)
 class Finding:

@@ -29,8 +29,6 @@ from flashwarp.errors import (
     StorageError,
 )
 
-__all__ = ["Source", "VersionReader"]
-
 _PIECE_BYTES = 4 << 20
 _PIECES_IN_FLIGHT = 4
 

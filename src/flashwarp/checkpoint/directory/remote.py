@@ -32,8 +32,6 @@ from flashwarp.errors import (
     RemoteError,
 )
 
-__all__ = ["RemoteDirectory"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)

@@ -37,8 +37,6 @@ from flashwarp.storage.file_access import Choice
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["VersionWriter", "create_data"]
-
 _INLINE_BYTES = 256 << 10
 """Below, another thread takes longer to start than the checksum takes."""
 

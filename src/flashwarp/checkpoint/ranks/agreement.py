@@ -26,18 +26,6 @@ from flashwarp.checkpoint.ranks.sessions import Sessions
 from flashwarp.errors import CheckpointError, RankError
 from flashwarp.storage import files
 
-__all__ = [
-    "LOOK_S",
-    "PREPARED",
-    "PUBLISHED",
-    "Agreement",
-    "Attempt",
-    "FileAttempt",
-    "Group",
-    "Outcome",
-    "rank_error",
-]
-
 PREPARED, PUBLISHED = "prepared", "published"
 
 _ROUNDS_MAX = 9999

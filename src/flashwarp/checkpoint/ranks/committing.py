@@ -25,8 +25,6 @@ from flashwarp.checkpoint.tier import Entry
 from flashwarp.checkpoint.workers import Crew
 from flashwarp.errors import DamagedVersionError, FlashwarpError, MissingVersionError
 
-__all__ = ["Ended", "GroupCommits"]
-
 _log = logging.getLogger(__name__)
 
 _FAILURES_S = 0.2

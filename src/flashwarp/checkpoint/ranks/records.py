@@ -11,8 +11,6 @@ from flashwarp.checkpoint.directory.names import check_name, listed
 from flashwarp.checkpoint.ranks.sessions import read_json, write_json
 from flashwarp.storage import files
 
-__all__ = ["FOLDER", "Records"]
-
 FOLDER = "ranks"
 _COMPLETE_FOLDER = "complete"
 _COMPLETE = re.compile(r"[0-9]{19}")

@@ -15,8 +15,6 @@ from flashwarp.checkpoint.directory.lock import lock_path
 from flashwarp.errors import CheckpointError
 from flashwarp.storage import files
 
-__all__ = ["Sessions", "read_json", "write_json"]
-
 
 class Sessions:
     """Sessions of the ranks of one folder."""

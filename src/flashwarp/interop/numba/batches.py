@@ -24,8 +24,6 @@ from numba.cuda.typing.templates import AttributeTemplate, bound_function, signa
 from flashwarp.interop import c_abi
 from flashwarp.pipeline.device_calls import DeviceCalls
 
-__all__ = ["PipelineType", "pipeline_type", "pipeline_words"]
-
 _WORD = ir.IntType(64)
 _BYTES = ir.IntType(8).as_pointer()
 _OLDEST = (1 << 64) - 1

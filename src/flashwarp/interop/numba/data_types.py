@@ -15,8 +15,6 @@ from flashwarp.array.array import Array
 from flashwarp.interop import c_abi
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 
-__all__ = ["TOKEN", "ArrayType", "TokenType", "array_type", "is_integer"]
-
 
 class ArrayType(types.Type):  # type: ignore[misc]
     """A `flashwarp.Array` in a kernel."""

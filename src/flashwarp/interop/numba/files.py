@@ -23,8 +23,6 @@ from flashwarp.file.kernel_file import KernelFile
 from flashwarp.interop import c_abi
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 
-__all__ = ["FILE_WORDS", "FileType", "file_type", "file_words"]
-
 _WORD = ir.IntType(64)
 _BYTES = ir.IntType(8).as_pointer()
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from flashwarp.errors import ArgumentError
 
-__all__ = ["atomic_add", "prefetch", "read_async", "write_async"]
-
 
 def prefetch(data: Any, i: Any, n: Any = None) -> Any:
     """Start bringing in element `i`, or the elements i .. i + n - 1; in kernels only.

@@ -21,8 +21,6 @@ from flashwarp.interop.numba.files import FILE_WORDS, FileType, file_words
 from flashwarp.launch.order import in_order
 from flashwarp.pipeline.device_calls import DeviceCalls
 
-__all__ = ["Kernel", "extension", "jit"]
-
 
 class _Extension:
     """Turns arrays into parameters when a kernel is launched."""

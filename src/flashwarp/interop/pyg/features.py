@@ -17,8 +17,6 @@ from flashwarp.array.opening import open as open_array
 from flashwarp.errors import ArgumentError
 from flashwarp.interop.torch import operators
 
-__all__ = ["FeatureStore"]
-
 Key: TypeAlias = tuple[Any, str]
 
 

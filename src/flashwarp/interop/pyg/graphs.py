@@ -29,8 +29,6 @@ from flashwarp.errors import ArgumentError, BoundsError
 from flashwarp.interop.torch import sampling
 from flashwarp.storage import files
 
-__all__ = ["GraphStore", "NeighborSampler"]
-
 _OFFSETS, _NEIGHBOURS = "offsets.npy", "neighbours.npy"
 
 

@@ -33,8 +33,6 @@ from flashwarp.errors import (
 from flashwarp.storage import files
 from flashwarp.transfer import Copy, CopyEngine, Direction, TransferBuffer, TransferClient
 
-__all__ = ["ActivationStore", "Kept"]
-
 # So much is lent, written and read at a time.
 _BUFFER_BYTES = 4 << 20
 _BUFFERS_MIN = 256  # the last one of a tensor is partly empty

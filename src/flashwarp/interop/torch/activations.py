@@ -26,8 +26,6 @@ from flashwarp.endings import Closing
 from flashwarp.errors import ChangedTensorError
 from flashwarp.interop.torch.activation_store import ActivationStore, Kept
 
-__all__ = ["ActivationOffload", "ActivationStats", "offload_activations"]
-
 # A view keeps its storage on the device if it is a smaller part of it: its bytes alone would be
 # saved with too many others.
 _PART_MIN = 4

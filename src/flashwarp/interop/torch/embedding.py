@@ -24,8 +24,6 @@ from flashwarp.interop.torch.operators import check_plain, torch_device
 from flashwarp.interop.torch.scaling import ScalesLike, Scaling
 from flashwarp.table.lookup import Pooling, Scales, Table
 
-__all__ = ["Embedding", "EmbeddingBag", "check_bags", "check_stream", "check_tensors"]
-
 TableLike: TypeAlias = Array | str | os.PathLike[str]
 Mode: TypeAlias = Literal["sum", "mean", "max"]
 

@@ -16,8 +16,6 @@ from flashwarp.interop.torch.lookups import TensorLookup, keep_gradients, look_u
 from flashwarp.interop.torch.operators import _stream_of
 from flashwarp.table.lookup import Pooling
 
-__all__ = ["Kept", "Part", "capture_of", "look_up_bags", "look_up_rows"]
-
 
 class Kept(tuple[torch.Tensor, torch.Tensor]):
     """What a backward has left: ids, and the gradients of their rows."""

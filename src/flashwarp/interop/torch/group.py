@@ -18,8 +18,6 @@ from flashwarp.interop.torch.gradients import look_up_bags, look_up_rows
 from flashwarp.interop.torch.lookups import TensorLookup, look_up
 from flashwarp.table.lookup import Pooling
 
-__all__ = ["EmbeddingGroup"]
-
 
 class EmbeddingGroup(torch.nn.Module):  # type: ignore[misc]
     """Several tables that are looked up together, as the sparse features of a recommender.

@@ -25,8 +25,6 @@ from flashwarp.device.foreign import torch_dtype
 from flashwarp.errors import ArgumentError, BoundsError, IndexDtypeError
 from flashwarp.pipeline.pipeline import Pipeline
 
-__all__ = ["Loader"]
-
 _DEPTH_MAX = 64
 
 # Multiprocessors that read arrays which are open for writing.

@@ -24,8 +24,6 @@ from flashwarp.interop.torch.operators import (
 )
 from flashwarp.table.lookup import Bags, Ids, Lookup, Number, Pooling, Table, Weights
 
-__all__ = ["COMPUTED", "NUMBERS", "SCALES", "Keep", "TensorLookup", "keep_gradients", "look_up"]
-
 NUMBERS = {
     torch.float32: Number.FLOAT32,
     torch.float16: Number.FLOAT16,

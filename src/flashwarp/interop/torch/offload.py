@@ -29,8 +29,6 @@ from flashwarp.interop.torch.offloading.weight import TableWeight
 from flashwarp.policy import Policy
 from flashwarp.storage.safetensors import Checkpoint, Tensor, read_checkpoint
 
-__all__ = ["Offloaded", "offload"]
-
 
 @renamed
 def offload(

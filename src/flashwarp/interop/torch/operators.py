@@ -23,8 +23,6 @@ from flashwarp.device import Device
 from flashwarp.device.foreign import torch_dtype
 from flashwarp.errors import ArgumentError, DtypeError, IndexDtypeError
 
-__all__ = ["check_plain", "gather", "is_eager", "scatter", "torch_device"]
-
 _library = torch.library.Library("flashwarp", "DEF")
 _library.define("gather(Tensor idx, Tensor(a!) order, str array) -> Tensor")
 _library.define("gather_into(Tensor idx, Tensor(a!) out, Tensor(b!) order, str array) -> ()")

@@ -35,9 +35,6 @@ from flashwarp.table import checkpoint
 from flashwarp.table.record import Record
 from flashwarp.table.update import RULES, Gradients, Rates, RowUpdate, Rule
 
-__all__ = ["SGD", "Adagrad", "Adam", "RowWiseAdagrad"]
-
-
 # The newest optimizer of each table. Two would apply the same gradients twice.
 _owners: weakref.WeakKeyDictionary[Array, weakref.ref[_TableOptimizer]] = (
     weakref.WeakKeyDictionary()

@@ -34,8 +34,6 @@ from flashwarp.errors import (
     RemoteError,
 )
 
-__all__ = ["Partners"]
-
 _log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 8 << 20

@@ -26,8 +26,6 @@ from flashwarp.interop.torch.operators import check_plain, torch_device
 from flashwarp.program.compiling import Kernel, Program
 from flashwarp.program.compiling import compile as compile_kernels
 
-__all__ = ["NeighborSampler", "Sample", "check_graph"]
-
 _SLOTS_MAX = (1 << 31) - 1
 _FANOUT_MAX = 1024
 _COLUMNS = {"uint32": "uint32_t", "int32": "int32_t", "uint64": "uint64_t", "int64": "int64_t"}

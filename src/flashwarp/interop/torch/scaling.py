@@ -17,8 +17,6 @@ from flashwarp.interop.torch.lookups import SCALES
 from flashwarp.interop.torch.operators import check_plain, torch_device
 from flashwarp.table.lookup import Number, Scales
 
-__all__ = ["ScalesLike", "Scaling"]
-
 ScalesLike: TypeAlias = Array | str | os.PathLike[str] | torch.Tensor
 
 # Of a float32.

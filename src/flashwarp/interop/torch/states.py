@@ -20,8 +20,6 @@ from flashwarp.checkpoint.region import REGION_NAME_BYTES_MAX, Region
 from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError, DamagedVersionError, DtypeError, MissingVersionError
 
-__all__ = ["load", "save"]
-
 _NAME = "state"
 _STRUCTURE = "structure"
 _TENSOR = "tensor/"

@@ -19,17 +19,6 @@ from flashwarp.interop.torch.operators import check_plain
 from flashwarp.table.record import Record
 from flashwarp.table.update import RowUpdate
 
-__all__ = [
-    "Trained",
-    "capture_of_step",
-    "check_pending",
-    "check_rates",
-    "groups_of",
-    "has_step",
-    "joined",
-    "save_extra",
-]
-
 # What a float32 can be; rates are such.
 _RATE_MAX = 3.4028234663852886e38
 # Keys of a group beside its rates: those of ours, and those that schedulers add.

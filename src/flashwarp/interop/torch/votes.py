@@ -22,8 +22,6 @@ from flashwarp.checkpoint.directory import Directory
 from flashwarp.checkpoint.ranks.agreement import PREPARED, PUBLISHED, Agreement, Attempt, Outcome
 from flashwarp.errors import ArgumentError, CheckpointError, RankError
 
-__all__ = ["StoreVotes"]
-
 _JOIN_POLL_S = 0.02
 _ROUNDS_MAX = 9999
 _REASON_CHARS_MAX = 1000

@@ -16,8 +16,6 @@ import torch
 from flashwarp.interop.torch.offloading.table import STORED
 from flashwarp.storage.safetensors import Tensor
 
-__all__ = ["Left", "leave"]
-
 _Weights = Iterator[tuple[str, torch.Tensor]]
 
 

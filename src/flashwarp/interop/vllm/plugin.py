@@ -14,8 +14,6 @@ import os
 from flashwarp.config import parse_bytes
 from flashwarp.errors import ArgumentError
 
-__all__ = ["KNOWN_VERSIONS", "register"]
-
 KNOWN_VERSIONS = ("0.33.0",)
 
 _TABLES = "FLASHWARP_VLLM_TABLES"

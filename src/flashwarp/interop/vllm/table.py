@@ -18,8 +18,6 @@ from flashwarp.interop.torch.offloading.table import STORED
 from flashwarp.interop.torch.operators import gather
 from flashwarp.interop.vllm.loading import Left
 
-__all__ = ["table_class"]
-
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 

@@ -18,20 +18,6 @@ from typing import Any
 from flashwarp import _native
 from flashwarp.errors import DamagedVersionError, MissingFileError, StorageError
 
-__all__ = [
-    "METADATA",
-    "Checksums",
-    "Item",
-    "checksum_files",
-    "checksums_name",
-    "encode",
-    "find",
-    "is_data_name",
-    "metadata_name",
-    "parse",
-    "verify",
-]
-
 METADATA = ".metadata"
 _PREFIX = ".checksums-"
 _HEADER = re.compile(rb"flashwarp-dcp-checksums ([0-9]{1,9}) ([0-9]{12}) ([0-9a-f]{8})\n")

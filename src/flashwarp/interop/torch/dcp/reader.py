@@ -17,8 +17,6 @@ from flashwarp.interop.torch.dcp.checksums import Item, check_item, find
 from flashwarp.interop.torch.dcp.versions import check_version
 from flashwarp.storage import files
 
-__all__ = ["Reader"]
-
 
 class Reader(FileSystemReader):  # type: ignore[misc]
     """Reads a checkpoint of `Writer`, checking each item before torch sees it.

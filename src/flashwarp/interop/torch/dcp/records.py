@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Record", "Records"]
-
 # Of the archives that are remembered; an archive takes about 2 KiB.
 _TEMPLATES_MAX = 4096
 _DATA = "data/0"

@@ -20,8 +20,6 @@ from flashwarp.errors import ArgumentError, ClosedError, DtypeError
 from flashwarp.interop.torch.dcp.versions import check_version
 from flashwarp.transfer import Copy, CopyEngine, Direction, TransferClient
 
-__all__ = ["Stager"]
-
 # Tensors begin at its multiples in a block: every dtype is aligned, and no two share a cache line.
 _ALIGNMENT = 64
 _TIMEOUT_S_MAX = 1e9

@@ -6,8 +6,6 @@ import torch
 
 from flashwarp.errors import ArgumentError
 
-__all__ = ["KNOWN_VERSIONS", "check_version"]
-
 KNOWN_VERSIONS = ("2.13",)
 """Releases whose checkpoints were tested."""
 

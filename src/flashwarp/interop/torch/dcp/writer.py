@@ -49,8 +49,6 @@ from flashwarp.interop.torch.dcp.records import Record, Records
 from flashwarp.interop.torch.dcp.versions import check_version
 from flashwarp.storage import files
 
-__all__ = ["Writer"]
-
 _log = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 8 << 20

@@ -13,8 +13,6 @@ from flashwarp.errors import ArgumentError
 from flashwarp.interop.torch.offloading.table import ModelTable, weight_name
 from flashwarp.interop.torch.offloading.weight import TableWeight
 
-__all__ = ["device_of", "refuse_ties", "tables_of"]
-
 
 def _patterns(pattern: str | Sequence[str]) -> list[str]:
     patterns = [pattern] if isinstance(pattern, str) else pattern

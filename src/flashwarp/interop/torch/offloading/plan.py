@@ -17,8 +17,6 @@ from flashwarp.interop.torch.offloading.table import ModelTable, OpenedTable
 from flashwarp.nvme.software import SoftwareController
 from flashwarp.policy import Policy, resolve_policy
 
-__all__ = ["Need", "Plan"]
-
 # Memory of an array on a GPU beside its lines: at most 8 MiB of missed lines, queues and counters.
 _ARRAY_GPU_BYTES = 10 << 20
 # Host memory of an array beside the buffers of its rings: records of errors, queues.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["OffloadStats", "TableStats"]
-
 
 @dataclass(frozen=True)
 class TableStats:

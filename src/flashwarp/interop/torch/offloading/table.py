@@ -16,8 +16,6 @@ from flashwarp.storage.composite import Concatenated, Extent
 from flashwarp.storage.files import open_for_reading
 from flashwarp.storage.safetensors import Tensor
 
-__all__ = ["PACKED", "SCALES", "STORED", "ModelTable", "OpenedTable", "read_number", "weight_name"]
-
 # numpy's dtype of the stored bytes, and torch's of the numbers.
 STORED = {
     "F32": ("f4", torch.float32),

@@ -18,8 +18,6 @@ from flashwarp.interop.torch.offloading.table import (
 )
 from flashwarp.storage.safetensors import Tensor
 
-__all__ = ["find_tensors"]
-
 # Of these, the dtypes whose rows are multiplied by scales, if the checkpoint has any.
 _SCALED = ("F8_E4M3", "F8_E5M2", "I8", *PACKED)
 # And those that mean nothing without.

@@ -14,8 +14,6 @@ from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag, check_ten
 from flashwarp.interop.torch.offloading.plan import Plan
 from flashwarp.interop.torch.offloading.table import ModelTable, OpenedTable
 
-__all__ = ["TableWeight"]
-
 # Pairs of events that are kept until a GPU has passed them.
 _TIMINGS_MAX = 256
 _TIMED_EVERY = 16
