@@ -53,6 +53,7 @@ _NASTY: list[Any] = [
     np.ones(64, bool), np.array(3), np.array([1.5]), np.array(["a"]), np.array([None]),
     np.array([1 << 40]), np.array([-(1 << 62)]), np.array([-1]), np.zeros(4, ">i4"),
     np.arange(8)[::2], np.zeros((64, 16), "i4").T, np.zeros(1, "S7"),
+    np.array(["2026-11-28"], "M8[s]"), np.array([3], "m8[D]"),
     np.zeros(4, [("a", "i4")]), np.ma.masked_array([1, 2], [True, False]), np.float64("nan"),
     np.int8(-1), np.zeros((1,) * 32, "i1"), memoryview(b"abcd"), bytearray(9), np.dtype("i4"),
     np.dtype("O"), np.dtype("V0"), np.dtype(("i4", (2,))), Path("/"), Path("/dev/null"),

@@ -158,7 +158,7 @@ def _typed_errors(values: object, dtype: np.dtype[Any]) -> Iterator[None]:
         raise ArgumentError("the values are on a GPU: scatter(rows, values) stores them from there")
     try:
         yield
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # the last: of dates
         raise ArgumentError(f"values cannot be stored as {dtype}: {error}") from error
     except MemoryError as error:
         raise DeviceOutOfMemory(
