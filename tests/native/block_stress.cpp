@@ -55,7 +55,7 @@ uint64_t use(File& file, const BlockClaim& claim) {
 uint64_t work(File& file, uint32_t seed) {
   std::mt19937 random(seed);
   uint64_t owned = 0;
-  volatile uint64_t seen = 0;  // so that what is shared is read
+  [[maybe_unused]] volatile uint64_t seen = 0;  // so that what is shared is read
   for (uint32_t n = 0; n < kClaims; ++n) {
     BlockClaim claim = draw(file.locks, random);
     bool taken = claim.take();

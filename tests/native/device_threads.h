@@ -56,7 +56,7 @@ inline native::QueuePairAddresses make_queue_pair(Arena& arena, nvme::queue_pair
   q.cq_doorbell = bells + 16;
   q.slots = arena.allocate<uint64_t>(depth);
   q.detached = arena.allocate<nvme::detached_command>(depth);
-  q.data = {reinterpret_cast<uint64_t>(data), 0, line_bytes, kTimeoutNs, path, 0};
+  q.data = {reinterpret_cast<uint64_t>(data), 0, line_bytes, kTimeoutNs, path, 0, nullptr};
   if (path == nvme::kBounce) {
     const uint64_t size = uint64_t(depth) * line_bytes;
     q.data.buffers = address(arena.allocate<char>(size));
