@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -172,6 +173,8 @@ if __name__ == "__main__":
 
     import flashwarp as fw
 
+    # Python's own, of version 3.12 and later, wherever a program forks.
+    warnings.filterwarnings("ignore", "This process", DeprecationWarning)
     # Each is imported when it is first used, which a child may not be able to.
     for name in fw.__all__:
         getattr(fw, name)

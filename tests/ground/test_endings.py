@@ -52,7 +52,14 @@ def device() -> Iterator[CpuDevice]:
 
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        # Python's own warning, of version 3.12 and later, wherever a program forks.
+        [
+            sys.executable,
+            "-Wignore:This process:DeprecationWarning",
+            "-c",
+            textwrap.dedent(script),
+            *map(str, arguments),
+        ],
         capture_output=True,
         text=True,
         timeout=60,

@@ -203,7 +203,10 @@ def _matrix_market(path: Path, symmetric: bool | None) -> EdgeSource:
             f"reading {path} needs scipy: pip install 'flashwarp[graphs]'"
         ) from error
     try:
-        matrix = mmread(str(path))
+        with warnings.catch_warnings():
+            # Later versions return another class, which has the same members.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            matrix = mmread(str(path))
     # A parser of text from anywhere: whatever it meets is the file's fault.
     except Exception as error:
         raise FileFormatError(f"{path} is not a readable Matrix Market file: {error}") from error
