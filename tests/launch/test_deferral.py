@@ -57,6 +57,7 @@ def blocks_of(facts: Any, address: int | None = LIST) -> int:
         (service(slots=1024), 4),
         (service(slots=2), 1),
         (service(namespace_count=16), 32),
+        (service(namespace_count=200, slots=1 << 20), 255),
         (service(waits_for_disk=True), 2),
         (service(waits_for_disk=True, namespace_count=16), 32),
         (service(plain_reads=True), 0),

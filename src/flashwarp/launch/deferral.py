@@ -18,6 +18,7 @@ _BLOCKS = 8
 _BLOCKS_OF_A_NAMESPACE = 2
 _WARPS_OF_A_BLOCK = 8
 _LINES_OF_A_BLOCK = _WARPS_OF_A_BLOCK * 32
+_BLOCKS_MAX = 255  # that a list of misses can count
 
 # With fewer than four blocks for each one that drains, a launch has little to leave.
 _WARPS_PER_DRAIN = 4 * _WARPS_OF_A_BLOCK
@@ -83,4 +84,4 @@ def _drain_blocks(service: Service, waits_for_disk: bool) -> int:
     if not waits_for_disk:
         wanted = max(_BLOCKS, wanted)
     # More lines than the rings have slots are never in flight.
-    return max(1, min(wanted, -(-slots // _LINES_OF_A_BLOCK)))
+    return max(1, min(wanted, -(-slots // _LINES_OF_A_BLOCK), _BLOCKS_MAX))
