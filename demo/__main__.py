@@ -175,9 +175,7 @@ def _check_packages() -> None:
     """Raise before the work starts, not when its result cannot be drawn."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingFileError(
-            f"the demo needs {', '.join(missing)}: `make demo` installs what it needs"
-        )
+        raise MissingFileError(f"the demo needs {', '.join(missing)}: `make demo` installs them")
 
 
 def _check_room(files: Path, size: str) -> None:

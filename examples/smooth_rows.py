@@ -22,8 +22,8 @@ import flashwarp as fw
 SOURCE = """
 #include "flashwarp/array/shared.cuh"
 
-// All threads come to each meeting, and see what the others stored before it; false if not all of
-// them have come within ten seconds.
+// Waits until all threads have come to a meeting; then each sees what the others stored before it.
+// Returns false if one of them has not come within ten seconds.
 FW_DEVICE bool meet(uint32_t* arrived, uint32_t meeting) {
   fw::atomic::fence();
   fw::atomic::add(arrived, 1u);

@@ -42,8 +42,8 @@ def opened(path: Path, *, create: bool) -> Iterator[int]:
     """Open a folder of this user with mode 0700; yields its descriptor.
 
     Symbolic links are resolved first; then each folder from the root on is opened without following
-    links, and none may be writable by others, unless it is sticky. With `create`, makes what is
-    missing.
+    links. No folder on the way may be writable by others, but for sticky ones. `create` makes the
+    folders that are missing.
 
     Raises UnsafeFolderError when the folder, or one above it, could have been written to by others,
     and OSError when it cannot be opened or made; FileNotFoundError when it is absent.

@@ -28,7 +28,7 @@ _TAGS_AT = _EPOCHS_AT + VOLUMES_MAX * EPOCH_BYTES + _POLICY_WORDS_ALIGNMENT
 
 @dataclass
 class CacheMemory:
-    """The memory of one cache. `metadata_bytes` is what the metadata take for lines and sets."""
+    """The memory of one cache. `metadata_bytes` counts the bytes of metadata for lines and sets."""
 
     geometry: GeometryStruct
     metadata: DeviceMemory

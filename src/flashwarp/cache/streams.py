@@ -1,7 +1,8 @@
 """The streams on which arrays of a cache may have work, and who asks the driver about one of them.
 
-Nobody may ask about a stream that is gone: the driver crashes. Nobody waits for a lock here either:
-a stream may run for long, and who waits for it must not delay the end of another one.
+The driver crashes if a thread asks about a stream that was destroyed. So a stream is destroyed only
+once no thread asks about it. No lock is held meanwhile: a wait for a stream that runs for long
+delays the end of no other stream.
 """
 
 from __future__ import annotations
