@@ -29,6 +29,9 @@ namespace {
 // A wait asks without a pause for this long: most end within it.
 constexpr int64_t kPollUs = 200;
 
+// Handles between these bounds are given to the driver. `stream_handle` judges all others.
+constexpr uintptr_t kLeastAddress = 4096, kAddresses = uintptr_t{1} << 47;
+
 // Returns whether the set had it.
 bool add(nb::handle set, nb::handle value) {
   const Py_ssize_t before = PySet_Size(set.ptr());
@@ -48,7 +51,10 @@ uintptr_t Names::stream_of(nb::handle stream) const {
                               ? nb::borrow(stream)
                               : nb::getattr(stream, cuda_stream, nb::none());
   uintptr_t found = 0;
-  if (PyLong_CheckExact(held.ptr()) && nb::try_cast(held, found)) return found;
+  if (PyLong_CheckExact(held.ptr()) && nb::try_cast(held, found) &&
+      (found <= 2 || found - kLeastAddress < kAddresses)) {
+    return found;
+  }
   return staying([&] {
     const nb::object take = nb::module_::import_("flashwarp.device").attr("stream_handle");
     return nb::cast<uintptr_t>(take(stream));

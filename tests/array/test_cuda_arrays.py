@@ -430,8 +430,8 @@ def check_stream_of_another_gpu_is_named() -> None:
         assert x.gather(index, out) is out
         fake().fake_foreign(0)
         assert fake().fake_context_depth() == 0
-        with pytest.raises(ArgumentError, match="stream 0x99 does not exist"):
-            x.gather(index, out, stream=0x99)
+        with pytest.raises(ArgumentError, match="stream 0x9999 does not exist"):
+            x.gather(index, out, stream=0x9999)
 
 
 def check_values_of_another_library_are_waited_for() -> None:

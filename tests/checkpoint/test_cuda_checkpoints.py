@@ -84,7 +84,7 @@ def check_the_copy_is_in_the_order_of_the_stream() -> None:
         checkpointer.protect("state", state)
         set_to(device, state, 5)
         own = device.default_stream().handle
-        streams = [0x57 + 256 * n for n in range(16)]
+        streams = [0x10057 + 256 * n for n in range(16)]
         before = sum(fake().fake_waits(own, each) for each in streams)
         fake().fake_hold(own)  # the user's earlier work on the stream has not ended
 

@@ -363,7 +363,7 @@ def check_wait_has_a_time_limit_and_waits_for_one_stream_only() -> None:
     device = CudaDevice(0)
     fake().fake_busy(1)
 
-    with pytest.raises(DeviceTimeout, match=r"0x57 of cuda:0.*limit 0\.05 s") as caught:
+    with pytest.raises(DeviceTimeout, match=r"0x10057 of cuda:0.*limit 0\.05 s") as caught:
         device.wait(timeout_s=0.05)
 
     assert isinstance(caught.value, TimeoutError)

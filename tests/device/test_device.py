@@ -207,7 +207,7 @@ def test_cpu_launch_in_a_forked_child_is_refused(
 
 class WithProtocol:
     def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, 77
+        return 0, 7777
 
 
 @pytest.mark.parametrize(
@@ -216,12 +216,12 @@ class WithProtocol:
         (None, 0),
         (0, 0),
         (2, 2),
-        (1 << 63, 1 << 63),
-        (Stream(5), 5),
-        (WithProtocol(), 77),
-        (SimpleNamespace(__cuda_stream__=(0, 78)), 78),
-        (SimpleNamespace(cuda_stream=79), 79),
-        (SimpleNamespace(ptr=80), 80),
+        (1 << 47, 1 << 47),
+        (Stream(5000), 5000),
+        (WithProtocol(), 7777),
+        (SimpleNamespace(__cuda_stream__=(0, 7778)), 7778),
+        (SimpleNamespace(cuda_stream=7779), 7779),
+        (SimpleNamespace(ptr=7780), 7780),
     ],
 )
 def test_streams_of_every_library_are_understood(stream: object, handle: int) -> None:
@@ -232,6 +232,9 @@ def test_streams_of_every_library_are_understood(stream: object, handle: int) ->
     "stream",
     [
         -1,
+        3,
+        4095,
+        1 << 56,
         1 << 64,
         True,
         "5",

@@ -54,7 +54,7 @@ PATHS = {
 @pytest.mark.parametrize("shift", [0, 8])
 @pytest.mark.parametrize("path", PATHS)
 def test_rows_are_bit_equal_along_each_path(path, shift, tmp_path, weight, device):
-    save(tmp_path / "x.safetensors", {"ngram_embedding.weight": weight}, shift)
+    save(tmp_path / "x.safetensors", {"ngram_embedding.weight": weight}, shift=shift)
     model, ids = model_on_meta(), torch.randperm(ROWS, device="cuda").repeat(2)
 
     with (
@@ -104,7 +104,7 @@ def test_a_table_in_parts_of_two_files_is_read_in_place(immutable, tmp_path, wei
     parts = [f"ngram_embedding.shard_{i}.weight" for i in range(13)]
     held = dict(zip(parts, weight.tensor_split(13), strict=True))
     names = sorted(held)
-    save(tmp_path / "x-1.safetensors", {name: held[name] for name in names[:5]}, 8)
+    save(tmp_path / "x-1.safetensors", {name: held[name] for name in names[:5]}, shift=8)
     save(tmp_path / "x-2.safetensors", {name: held[name] for name in names[5:]})
     model, ids = model_on_meta(), torch.randperm(ROWS, device="cuda").repeat(2)
     resident = weight.cuda()

@@ -142,15 +142,15 @@ def check_stream_that_does_not_exist_is_refused_before_anything_is_queued() -> N
         ids, rows, own = tensor(x, 2), tensor(x, 2), x.device.own_stream()
         which = index.address, 2, 8, out.address
         for call in (
-            lambda: x.gather(index, out, stream=7),
-            lambda: x.gather(ids, rows, stream=7),
-            lambda: x.prefetch(ids, stream=7),
-            lambda: x._attachment.row_calls.queue("gather", which, 7, own),  # of a table
+            lambda: x.gather(index, out, stream=0x7777),
+            lambda: x.gather(ids, rows, stream=0x7777),
+            lambda: x.prefetch(ids, stream=0x7777),
+            lambda: x._attachment.row_calls.queue("gather", which, 0x7777, own),  # of a table
         ):
-            with pytest.raises(ArgumentError, match=r"stream 0x7 does not exist"):
+            with pytest.raises(ArgumentError, match=r"stream 0x7777 does not exist"):
                 call()
         assert fake().fake_count(b"cuLaunchKernel") == launches
-        x._attachment._streams.discard(7)
+        x._attachment._streams.discard(0x7777)
 
 
 def check_flush_waits_for_marks_and_not_for_handles() -> None:

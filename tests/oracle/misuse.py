@@ -43,8 +43,11 @@ class _Rude:
         raise TypeError("no array")
 
 
+# A driver reads at the address that it is given as a stream.
+_WILD_ADDRESS = 1 << 31
+
 _NASTY: list[Any] = [
-    None, True, False, -1, 0, 1, 7, 1 << 31, -(1 << 31), (1 << 63) - 1, 1 << 63, 1 << 70,
+    None, True, False, -1, 0, 1, 7, _WILD_ADDRESS, -(1 << 31), (1 << 63) - 1, 1 << 63, 1 << 70,
     -(1 << 70), 0.5, float("nan"), float("inf"), 1e300, 3 + 4j, "", "x", "4 KiB", "-4 KiB", "0",
     "cuda:99", "a\0b", "\ud800", b"", b"x", "x" * 5000, (), [], {}, [[]], [0], [[0, 1], [1, 2]],
     [1.0], ["a"], [None], (0, 0), (-1, 4), (1 << 40, 1 << 40), (0.5, 2), ("a", 2), [True, False],
@@ -84,11 +87,12 @@ def call_wrongly(hand: Hand) -> None:
     if held is None:
         return
     x, n, rows = held.array, _nasty(hand), hand.ids(held)
+    stream = None if n is _WILD_ADDRESS else n
     values = hand.values(held, len(rows))
     reads: dict[str, Call] = {
         "gather(n)": lambda: x.gather(n),
         "gather(rows, out=n)": lambda: x.gather(rows, out=n),
-        "gather(rows, stream=n)": lambda: x.gather(rows, stream=n),
+        "gather(rows, stream=n)": lambda: x.gather(rows, stream=stream),
         "x[n]": lambda: x[n],
         "x[n, n]": lambda: x[n, n],
         "prefetch(n)": lambda: x.prefetch(n),

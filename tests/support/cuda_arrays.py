@@ -21,7 +21,7 @@ from flashwarp.launch.rows import MaintenanceParams, RowParams
 from flashwarp.program.compiling import Kernel
 from support.fake_cuda import fake, report
 
-LANE = 0x257  # the first stream after the library's own, and the one beside the calls
+LANE = 0x10257  # the first stream after the library's own, and the one beside the calls
 
 
 def gpu() -> CudaDevice:

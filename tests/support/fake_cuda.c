@@ -480,7 +480,7 @@ CUresult cuMemHostUnregister(void* pointer) {
   return kSuccess;
 }
 
-// Streams are 0x57, 0x157, 0x257, ... in the order of their making, and 1, the legacy default.
+// Streams are 0x10057, 0x10157, 0x10257, ... in the order of their making, and 1, the legacy default.
 static intptr_t streams;
 static intptr_t held_stream;
 // A stream of the other GPU.
@@ -488,7 +488,7 @@ static intptr_t foreign_stream;
 void fake_foreign(intptr_t stream) { foreign_stream = stream; }
 static CUresult check_stream(void* stream) {
   const intptr_t handle = (intptr_t)stream;
-  const int known = handle == 1 || (handle % 256 == 0x57 && handle / 256 < streams);
+  const int known = handle == 1 || (handle % 256 == 0x57 && handle / 256 - 256 < streams);
   return known ? kSuccess : 400;
 }
 CUresult cuStreamGetCtx(void* stream, void** context) {
@@ -747,7 +747,7 @@ CUresult cuMemsetD8Async(uint64_t address, unsigned char byte, size_t nbytes, vo
 CUresult cuStreamCreate(void** stream, unsigned flags) {
   ENTER_CONTEXT;
   if (flags != 1) return kInvalidValue;  // NON_BLOCKING
-  *stream = (void*)(0x57 + 256 * streams++);
+  *stream = (void*)(0x10057 + 256 * (intptr_t)streams++);
   return kSuccess;
 }
 CUresult cuStreamDestroy(void* stream) {

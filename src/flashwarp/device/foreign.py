@@ -43,22 +43,27 @@ class Stream:
         return 0, self.handle
 
 
+# No stream lies below or past these. The driver reads at any other handle, stream or not.
+_LEAST_ADDRESS = 4096
+_ADDRESSES = 1 << 56
+
+
 def stream_handle(stream: object) -> int:
     """Return the CUDA handle of a stream in any common form.
 
     Takes an int (0 or 1 is the legacy default stream, 2 the per-thread one), an object with
     `__cuda_stream__` (cuda.core and others), `cuda_stream` (torch) or `ptr` (cupy). None is 0.
     """
-    if type(stream) is int and 0 <= stream < 1 << 64:
-        return stream
     if stream is None:
         return 0
     if isinstance(stream, int) and not isinstance(stream, bool):
         handle = stream
     else:
         handle = _foreign_stream_handle(stream)
-    if not 0 <= handle < 1 << 64:
-        raise ArgumentError(f"{handle} is not a CUDA stream handle")
+    if not (0 <= handle <= 2 or _LEAST_ADDRESS <= handle < _ADDRESSES):
+        raise ArgumentError(
+            f"{handle} is not a CUDA stream handle: give 0, 1, 2 or the address of a stream"
+        )
     return handle
 
 
