@@ -70,6 +70,9 @@ def check_call_without_a_stream_comes_behind_calls_with_one() -> None:
         assert fake().fake_waits(own, 1) == 2
         x[3] = 1
         assert fake().fake_waits(own, 1) == 3
+        for number, backwards in enumerate([slice(3, 2, -1), slice(0, None, -1)]):
+            x[backwards]
+            assert fake().fake_waits(own, 1) == 4 + number, "one row, whatever the step"
         del x._attachment.finish
         fake().fake_hold(0)
 

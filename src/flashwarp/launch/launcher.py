@@ -172,8 +172,8 @@ class Launcher:
             return queue()
         lines = ALL_LINES
         if isinstance(chosen, range):
-            row, line = self.format.row_bytes, self.volume.cache.line_bytes
-            lines = chosen.start * row // line, -(-chosen.stop * row // line)
+            (begin, end), line = self._bytes(chosen), self.volume.cache.line_bytes
+            lines = begin // line, -(-end // line)
         return self.order.queue(stream, stores, lines, queue)  # type: ignore[no-any-return]
 
     # Rows.
@@ -382,6 +382,7 @@ class Launcher:
         return True
 
     def _bytes(self, chosen: range) -> tuple[int, int]:
+        """Return where neighbouring rows begin and end; a single row may have any step."""
         row_bytes = self.format.row_bytes
         return chosen.start * row_bytes, (chosen.start + len(chosen)) * row_bytes
 
