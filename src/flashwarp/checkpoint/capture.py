@@ -106,7 +106,7 @@ class RegionSet:
         return self._check_present(name, found)
 
     def _check_present(self, name: str, found: Protected) -> Bytes:
-        present = describe(name, found.source, self._device)
+        present = describe(name, found.source, self._device, known=found.region)
         if present.region != found.region:
             assert found.region is not None
             raise CheckpointError(
@@ -141,10 +141,19 @@ def check_target(region: Region, array: object, device: Device) -> Bytes:
     return found
 
 
-def describe(name: str, array: object, device: Device, *, writable: bool = False) -> Bytes:
-    """Check an array, and return its bytes."""
+def describe(
+    name: str,
+    array: object,
+    device: Device,
+    *,
+    writable: bool = False,
+    known: Region | None = None,
+) -> Bytes:
+    """Check an array, and return its bytes; `known` is what it was before."""
     dtype, found = _view(name, array, device)
-    region = Region(name, dtype, found.shape, found.nbytes)
+    region = known
+    if region is None or (region.dtype, region.shape) != (dtype, found.shape):
+        region = Region(name, dtype, found.shape, found.nbytes)
     if not found.contiguous:
         raise ArgumentError(
             f"the array of region {name!r} is not contiguous: protect a contiguous one, or a "
