@@ -111,6 +111,32 @@ def check_a_copy_that_fails_is_raised_and_its_version_is_gone() -> None:
         checkpointer.checkpoint(0).result(timeout=WAIT_S)
 
 
+def check_a_signal_before_the_end_of_a_copy_is_handed_over_frees_its_block() -> None:
+    device = CudaDevice(0)
+    state = device.empty_array((COUNT,), "float32")
+    with tempfile.TemporaryDirectory() as folder, opened(device, folder) as checkpointer:
+        checkpointer.protect("state", state)
+        later = checkpointer._stager._later
+
+        for hands_over in (False, True):
+
+            def interrupted(job: Any, hands_over: bool = hands_over) -> None:
+                if hands_over:
+                    later(job)
+                raise KeyboardInterrupt
+
+            checkpointer._stager._later = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.checkpoint(0)
+            checkpointer._stager._later = later
+            checkpointer.wait_staged()
+            gpu = checkpointer._core.tiers[0]
+            assert not [each for each in gpu.lives if gpu.filling(each)]
+        for version in range(8):  # the cache has room for four
+            checkpointer.checkpoint(version)
+        checkpointer.wait()
+
+
 def check_a_cache_that_cannot_be_allocated_leaves_nothing() -> None:
     device = CudaDevice(0)
     with tempfile.TemporaryDirectory() as folder:

@@ -404,8 +404,9 @@ class Checkpointer(endings.Closing):
             with core.locked():
                 core.check_usable()
                 self._restorer.begin(restore)
-            pending = self._restorer.read(restore, [target for target, _ in targets])
-            self._stager.settle(pending, targets, partial(self._end_restart, restore))
+            arrays = [target for target, _ in targets]
+            pending = self._restorer.read(restore, arrays)
+            self._stager.settle(pending, arrays, partial(self._end_restart, restore))
         except BaseException:
             with core.locked():
                 self._restorer.end(restore, done=False)

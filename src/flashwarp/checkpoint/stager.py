@@ -56,16 +56,24 @@ class Stager:
     def settle(
         self,
         pending: Pending,
-        targets: list[tuple[Bytes, bool]],
+        arrays: list[Bytes],
         end: Callable[[bool], None],
+        *,
+        ordered: bool = True,
     ) -> None:
-        """Call `end` when copies into a user's arrays are over, which later work waits for."""
+        """Call `end` once, when copies from or to a user's arrays are over, or have failed.
+
+        If `ordered`, later work on the arrays' streams waits for them, and the caller does not. A
+        signal can come before `end` is handed over, so the caller ends what it then still finds.
+        """
         if not pending:
             end(True)
-            return
-        for stream in _streams([target for target, _ in targets]):
-            pending.before(stream)
-        self._later(partial(self._settle, pending, targets, end))
+        elif not ordered:
+            self._settle(pending, arrays, end)
+        else:
+            for stream in _streams(arrays):
+                pending.before(stream)
+            self._later(partial(self._settle, pending, arrays, end))
 
     def wait(self, timeout_s: float) -> None:
         """Wait until nothing is under way; raises the first error that nobody has seen."""
@@ -153,9 +161,8 @@ class Stager:
             tier = self._place(entry)
             if tier is not None:
                 pending = core.mover.capture(sources, tier, entry)
-                if pending and ordered:
-                    for stream in _streams(sources):
-                        pending.before(stream)
+                end = partial(self._end_stage, tier, entry)
+                self.settle(pending, sources, end, ordered=ordered)
         except BaseException:
             # Also a signal between two lines. What a copy still writes comes before the copies of
             # the block's next version.
@@ -164,14 +171,6 @@ class Stager:
             raise
         if tier is None or pending is None:
             self._store(entry, sources)
-            return
-        end = partial(self._end_stage, tier, entry)
-        if pending and ordered:
-            self._later(partial(self._settle, pending, sources, end))
-        elif pending:
-            self._settle(pending, sources, end)
-        else:
-            end(True)
 
     def _empty(self, entry: Entry) -> None:
         for each in self._core.tiers:
@@ -181,6 +180,8 @@ class Stager:
     def _end_stage(self, tier: Tier, entry: Entry, done: bool) -> None:
         core = self._core
         with core.changed:
+            if not tier.filling(entry):
+                return  # a signal has ended the call, and emptied the block
             if done:
                 core.whole(partial(core.filled, tier, entry))
                 return
