@@ -90,7 +90,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         Of raw data; shape defaults to one axis over the whole of it. For a ``.npy`` file they must
         agree with its header.
     device : Device or str, optional
-        "cpu" or "cuda:N"; default that of `cache`, else the first GPU that works, else the CPU.
+        "cpu" or "cuda:N"; default that of `cache`, else cuda:0 if it works, else the CPU.
     cache : "auto", int, str or Cache
         Bytes of device memory to cache lines in ("2 GiB"). "auto": the whole array, or a share of
         the free memory. A `Cache` has a policy and a host tier, and arrays may share it.
@@ -188,7 +188,7 @@ def create(
         Replace a regular file that is there. Arrays that read it, and its other hard links, keep
         the old file; one that is open for writing is not replaced.
     device : Device or str, optional
-        "cpu" or "cuda:N"; default that of `cache`, else the first GPU that works, else the CPU.
+        "cpu" or "cuda:N"; default that of `cache`, else cuda:0 if it works, else the CPU.
     cache : "auto", int, str or Cache
         Bytes of device memory to cache lines in, or a `Cache`.
     line : int or str, optional

@@ -43,6 +43,9 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
+# There is one where the driver of a GPU is loaded.
+_GPUS = "/dev/nvidiactl"
+
 _opened: dict[str, Device] = {}
 _opened_lock = endings.Lock()
 
@@ -68,7 +71,9 @@ def resolve(device: object = None) -> Device:
     try:
         return _open("cuda:0")
     except DeviceError as error:
-        _log.info("no GPU, running on the CPU: %s", error)
+        # Who has a GPU and no word of this would measure the CPU.
+        level = logging.WARNING if os.path.exists(_GPUS) else logging.INFO
+        _log.log(level, "running on the CPU: %s", error)
         return _open("cpu")
 
 

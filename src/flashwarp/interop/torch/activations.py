@@ -83,7 +83,7 @@ def offload_activations(
     threads : int
         How many write, and how many read.
     device : Device, str or torch.device, optional
-        Whose tensors are offloaded. Default: the first GPU that works, else the CPU.
+        Whose tensors are offloaded. Default: cuda:0 if it works, else the CPU.
 
     Returns
     -------

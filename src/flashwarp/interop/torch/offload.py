@@ -66,8 +66,8 @@ def offload(
     gpu_memory : int or str
         Most bytes of GPU memory, for one cache that all tables share and what belongs to it.
     device : Device or str, optional
-        Where rows are looked up. Default: where the parameters of the model are, else the first GPU
-        that works, else the CPU.
+        Where rows are looked up. Default: where the parameters of the model are, else cuda:0 if
+        it works, else the CPU.
     names : mapping, optional
         Names of tensors, or of several whose rows follow one another, by names of modules. Default:
         the module's name and ``.weight``, with or without the usual prefixes (``model.``,
