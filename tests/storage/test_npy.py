@@ -73,11 +73,29 @@ def test_version_of_the_future(tmp_path: Path, version: int) -> None:
         read_layout(path)
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:Stored array in format 2.0")
+@pytest.mark.parametrize("fields", [400, 4000])
+def test_records_of_many_fields(tmp_path: Path, fields: int) -> None:
+    """A header of more than 10,000 bytes was refused with advice for numpy.load."""
+    records = np.ones(3, [(f"field_{number:06d}", "<f4") for number in range(fields)])
+    np.save(tmp_path / "x.npy", records)
+
+    with fw.open(tmp_path / "x.npy", device="cpu") as x:
+        assert x.dtype == records.dtype
+        assert x[1] == records[1]
+
+
+@pytest.mark.parametrize("version", [2, 3])
 def test_header_of_unbounded_length(tmp_path: Path, version: int) -> None:
-    path = write(tmp_path / "x.npy", described("<f8", (1,)) + " " * 20_000, version)
-    with pytest.raises(FileFormatError):
+    path = write(tmp_path / "x.npy", described("<f8", (1,)) + " " * (1 << 18), version)
+    with pytest.raises(FileFormatError, match=r"at most 262144 are read.*offset="):
         read_layout(path)
+
+
+@pytest.mark.parametrize("text", ["(" * 30_000, "-" * 60_000 + "1", "a" + ".a" * 30_000])
+def test_long_header_that_no_parser_can_hold(tmp_path: Path, text: str) -> None:
+    with pytest.raises(FileFormatError):
+        read_layout(write(tmp_path / "x.npy", text, 2))
 
 
 def test_dtype_that_is_an_array(tmp_path: Path) -> None:
