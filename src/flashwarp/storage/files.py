@@ -293,10 +293,8 @@ class Draft:
         if self._folder_descriptor is None:
             return
         try:
-            os.fsync(self._folder_descriptor)
-        except OSError as error:
-            if error.errno == errno.EINVAL:  # a file system that cannot sync folders
-                return
+            _sync_open_folder(self._folder_descriptor)
+        except OSError:
             if not self._overwrite:
                 os.unlink(self.target)
             raise
@@ -346,6 +344,28 @@ def write_error(error: OSError, path: str) -> PathError:
         errno.EFBIG: f"the file system of {folder}, or a limit (ulimit -f), has no files so large",
     }.get(number, error.strerror or os.strerror(number))
     return PathError(number, why, path)
+
+
+# Folders.
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Make the names in a folder durable, as far as its file system can; raises PathError."""
+    with writing(str(Path(folder) / "")):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _sync_open_folder(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _sync_open_folder(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # What FUSE, 9p, and file systems of other systems answer that sync no folders.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
 
 
 # Who has a file.

@@ -61,10 +61,10 @@ def save(
                 _sync(draft / "extra.pt")
             (draft / "checkpoint.json").write_text(json.dumps({"step": step, "tables": names}))
             _sync(draft / "checkpoint.json")
-            _sync(draft)
+            files.sync_folder(draft)
             _take_name(draft, target)
             unless_done.pop_all()
-        _sync(Path(folder))
+        files.sync_folder(folder)
     except OSError as error:
         if isinstance(error, FlashwarpError):
             raise

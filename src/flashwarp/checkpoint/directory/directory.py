@@ -26,7 +26,6 @@ from flashwarp.checkpoint.directory.reader import VersionReader
 from flashwarp.checkpoint.directory.writer import (
     VersionWriter,
     empty_record,
-    sync_folder,
 )
 from flashwarp.checkpoint.region import Region
 from flashwarp.config import flag, parse_bytes
@@ -41,6 +40,7 @@ from flashwarp.errors import (
     StorageError,
 )
 from flashwarp.storage import files
+from flashwarp.storage.files import sync_folder
 
 T = TypeVar("T")
 

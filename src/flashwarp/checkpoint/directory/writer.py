@@ -33,6 +33,7 @@ from flashwarp.errors import (
 )
 from flashwarp.storage import File, files
 from flashwarp.storage.file_access import Choice
+from flashwarp.storage.files import sync_folder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -364,19 +365,6 @@ def write_all(descriptor: int, text: bytes) -> None:
     rest = memoryview(text)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; raises PathError."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot sync folders
-            raise files.write_error(error, str(folder / "")) from error
 
 
 def empty_record(

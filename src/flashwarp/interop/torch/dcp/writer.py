@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from flashwarp import _native, endings
-from flashwarp.checkpoint.directory.writer import sync_folder
 from flashwarp.config import integer
 from flashwarp.errors import (
     CheckpointError,
@@ -208,9 +207,9 @@ class Writer(StorageWriter):  # type: ignore[misc]
         rank = self._metadata_rank
         with _storage_errors(self.path), _locked(self.path):
             _replace(self.path / checksums_name(self._save, rank), encode(checksums))
-            sync_folder(self.path)
+            files.sync_folder(self.path)
             _replace(self.path / metadata_name(rank), content)
-            sync_folder(self.path)
+            files.sync_folder(self.path)
             self._remove_replaced(set(data_files))
 
     @property
@@ -235,7 +234,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
             try:
                 values = self._write_draft(draft, places, end)
                 draft.rename(path)
-                sync_folder(self.path)
+                files.sync_folder(self.path)
             except BaseException:
                 with suppress(OSError):
                     draft.unlink()
