@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,6 +113,18 @@ def test_every_code_is_converted_as_torch_converts_it(tmp_path, stored):
         rows = fw.torch.Embedding(x, stored=stored, dtype=torch.float32)(torch.arange(count // 16))
 
         assert same_bits(rows, codes.float())
+
+
+def test_table_is_a_tensor_of_a_checkpoint(tmp_path: Path) -> None:
+    rows = torch.randn(5, 8).bfloat16()
+    entry = {"dtype": "BF16", "shape": [5, 8], "data_offsets": [0, rows.nbytes]}
+    head = json.dumps({"embed.weight": entry}).encode()
+    data = rows.view(torch.uint16).numpy().tobytes()
+    (tmp_path / "m").write_bytes(len(head).to_bytes(8, "little") + head + data)
+
+    with fw.torch.Embedding(tmp_path / "m", tensor="embed.weight", device="cpu") as table:
+        assert (table.stored, table.dtype) == (torch.bfloat16, torch.bfloat16)
+        assert torch.equal(table(torch.tensor([4, 1])), rows[[4, 1]])
 
 
 @pytest.mark.parametrize("out", [torch.float16, torch.bfloat16])

@@ -32,6 +32,7 @@ import flashwarp as fw
 from flashwarp import _native, graphs
 from flashwarp.errors import (
     ArgumentError,
+    DtypeError,
     FileFormatError,
     FlashwarpError,
     MissingFileError,
@@ -314,7 +315,8 @@ CONTAINERS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("torch of old", begins_with(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."), "PyTorch"),
     ("zip", write_zip, "zip archive"),
     ("empty zip", lambda path: zipfile.ZipFile(path, "w").close(), "zip archive"),
-    ("safetensors", write_safetensors, "safetensors.*data_offsets"),
+    ("safetensors", write_safetensors, "safetensors.*tensor="),
+    ("git lfs", begins_with(b"version https://git-lfs.github.com/spec/v1\n"), "LFS.*git lfs pull"),
     ("safetensors of many", lambda path: write_safetensors(path, a="x" * 9000), "safetensors"),
     ("gzip", compressed(gzip), "gzip.*decompress"),
     ("xz", compressed(lzma), "xz.*decompress"),
@@ -494,18 +496,77 @@ def test_offset_in_each_of_several_files(tmp_path: Path, layout: str) -> None:
         np.testing.assert_array_equal(x[...], rows)
 
 
-def test_tensor_of_a_safetensors_file(tmp_path: Path) -> None:
-    """As the documentation shows it."""
+# Tensors of safetensors files.
+
+
+def test_tensor_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     begin = write_safetensors(path, made="by hand")
+    index = {"weight_map": {"rows": path.name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        tensor = json.loads(file.read(length))["rows"]
-    offset = 8 + length + tensor["data_offsets"][0]
-    with open_raw(path, "f8", shape=tensor["shape"], offset=offset) as x:
-        np.testing.assert_array_equal(x[...], NUMBERS)
-    assert offset == begin
+    for given in (path, tmp_path, tmp_path / "model.safetensors.index.json"):
+        with fw.open(given, tensor="rows", device="cpu") as x:
+            np.testing.assert_array_equal(x[...], NUMBERS)
+            assert x.explain().facts["storage"]["offset"] == begin
+            with pickle.loads(pickle.dumps(x)) as again:
+                np.testing.assert_array_equal(again[3], NUMBERS[3])
+    with fw.open(path, "r+", tensor="rows", device="cpu") as x:
+        x[5] = 7
+    with fw.open(path, dtype="f8", offset=begin, device="cpu") as raw:
+        assert raw[5 * 16 : 6 * 16].tolist() == [7] * 16
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"tensor": "row"}, ArgumentError, "'row' is in none.*close to it is 'rows'"),
+        ({"tensor": "zzz"}, ArgumentError, "'zzz' is in none.*there are 'rows'"),
+        ({"tensor": 3}, ArgumentError, "tensor=3 is not the name"),
+        ({"tensor": "rows", "offset": 0}, ArgumentError, "leave offset= out"),
+        ({"tensor": "rows", "dtype": "f4"}, FileFormatError, "opens as float64, not float32"),
+        ({"tensor": "rows", "shape": (3,)}, FileFormatError, r"not \(3,\)"),
+    ],
+)
+def test_tensor_that_is_not_there(
+    tmp_path: Path, options: Any, error: type[Exception], words: str
+) -> None:
+    write_safetensors(tmp_path / "model.safetensors")
+    with pytest.raises(error, match=words):
+        fw.open(tmp_path / "model.safetensors", device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "opened"), [("BF16", 6, "u2"), ("F8_E4M3", 12, "u1"), ("F6_E2M3", 16, None)]
+)
+def test_tensor_of_a_type_that_numpy_lacks(
+    tmp_path: Path, dtype: str, shape: int, opened: str | None
+) -> None:
+    entry = {"dtype": dtype, "shape": [shape], "data_offsets": [0, 12]}
+    head, data = json.dumps({"w": entry}).encode(), bytes(range(12))
+    (tmp_path / "m").write_bytes(struct.pack("<Q", len(head)) + head + data)
+
+    if opened is None:
+        with pytest.raises(DtypeError, match="parts of bytes"):
+            fw.open(tmp_path / "m", tensor="w", device="cpu")
+        return
+    with fw.open(tmp_path / "m", tensor="w", device="cpu") as x:
+        assert (x.dtype, x[...].tobytes()) == (np.dtype(opened), data)
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (b"GGUF", "GGUF"),
+        (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "PyTorch"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "LFS.*git lfs pull"),
+    ],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "x.npy"])
+def test_load_names_what_it_was_given(tmp_path: Path, head: bytes, words: str, name: str) -> None:
+    begins_with(head)(tmp_path / name)
+    with pytest.raises(FileFormatError, match=words):
+        fw.load(tmp_path / name, device="cpu")
 
 
 # Ways to name what is opened.

@@ -46,7 +46,13 @@ Mode: TypeAlias = Literal["r", "r+"]
 
 P = ParamSpec("P")
 
-_OPTIONS_OF_PATHS = {"o_direct": None, "offset": None, "lock": True, "immutable": False}
+_OPTIONS_OF_PATHS = {
+    "o_direct": None,
+    "offset": None,
+    "lock": True,
+    "immutable": False,
+    "tensor": None,
+}
 
 
 def _whole(function: Callable[P, Array]) -> Callable[P, Array]:
@@ -75,15 +81,17 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     offset: int | None = None,
     lock: bool = True,
     immutable: bool = False,
+    tensor: str | None = None,
 ) -> Array:
     """Open a file or a storage as an array that device threads read on demand.
 
     Parameters
     ----------
     path_or_storage : path-like or Storage
-        A ``.npy`` file; or any file, or a storage, together with `dtype`. Files are regular files
-        or block devices. `storage.Striped`, `storage.Concatenated` and `storage.Replicated` make
-        one array of several files or storages. A storage stays the caller's.
+        A ``.npy`` file; or any file, or a storage, together with `dtype`; or safetensors, together
+        with `tensor`. Files are regular files or block devices. `storage.Striped`,
+        `storage.Concatenated` and `storage.Replicated` make one array of several files or storages.
+        A storage stays the caller's.
     mode : {"r", "r+"}
         Read, or read and write.
     dtype, shape : optional
@@ -118,6 +126,9 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     immutable : bool, optional
         Your promise that nobody writes or cuts the file while the array is open: a GPU then reads
         it in place without a lease. If the promise is broken, rows stay old. For paths.
+    tensor : str, optional
+        Name of a tensor in a safetensors file, or in the checkpoint of an index or folder. A type
+        that numpy lacks opens as integers of its size: BF16 as uint16, FP8 as uint8.
 
     Returns
     -------
@@ -149,7 +160,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     """
     request = _Request(
         path_or_storage, mode, dtype, shape, device, cache, line, o_direct, strict, controller,
-        offset, lock, immutable,
+        offset, lock, immutable, tensor,
     )  # fmt: skip
     return _open(request)
 
@@ -278,6 +289,7 @@ class _Request:
     offset: int | None
     lock: bool
     immutable: bool
+    tensor: str | None = None
     make_cache: Callable[[], Cache] | None = None
     """Where it was pickled with a `Cache`: makes one as large, in the other process."""
 
@@ -344,7 +356,7 @@ def _open(request: _Request) -> Array:
                 )
     if offset is not None:
         offset = integer("offset", offset, 0, SIZE_MAX)
-    source = look(given, request.dtype, request.shape, offset, plan.access.writable)
+    source = look(given, request.dtype, request.shape, offset, plan.access.writable, request.tensor)
     return plan.open(source, request.recipe())
 
 

@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 
 from flashwarp.errors import ArgumentError, FileFormatError
-from flashwarp.storage import files, npy, safetensors
-from flashwarp.storage.safetensors import Checkpoint
-
-_NAMES_SHOWN = 5
+from flashwarp.storage import containers, files, npy, safetensors
+from flashwarp.storage.safetensors import Checkpoint, shown
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,8 @@ def _tensors(given: Checkpoint) -> dict[str, Content]:
 def _array(path: str) -> Content:
     with files.open_for_reading(path) as file:
         stamp = files.stamp(file.fileno())
+        head = file.read(containers.HEAD_BYTES)
+    containers.refuse_container(path, head, stamp.nbytes, None, "a .npy file")
     layout = npy.read_layout(path)
     name = os.path.basename(path).removesuffix(".npy")
     # Fortran order means something for several axes only, and `read_layout` refuses these.
@@ -99,9 +99,3 @@ def chosen(found: Mapping[str, Content], only: str | Sequence[str] | None) -> di
             )
         kept.update(matches)
     return {name: each for name, each in found.items() if name in kept}
-
-
-def shown(names: Mapping[str, object] | Sequence[str]) -> str:
-    """Return a few names, for a message."""
-    some = ", ".join(map(repr, list(names)[:_NAMES_SHOWN])) or "none"
-    return some + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")

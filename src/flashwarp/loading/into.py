@@ -9,9 +9,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, DtypeError, FileFormatError, StorageError
-from flashwarp.loading.contents import Content, shown
+from flashwarp.loading.contents import Content
 from flashwarp.loading.places import LIBRARIES, Library, Place
 from flashwarp.storage.files import open_for_reading
+from flashwarp.storage.safetensors import shown
 from flashwarp.transfer.operand import describe
 
 _COMPARED_BYTES = 4 << 20

@@ -21,13 +21,13 @@ _HDF5 = (
     "get_offset(), with its dtype and shape; save any other with numpy.save"
 )
 _SAFETENSORS = (
-    "its first 8 bytes are the length n of a JSON header that follows: give offset=8 + n + "
-    "data_offsets[0] of a tensor, with its dtype and shape"
+    "give the name of one of its tensors, tensor=; a name that it lacks lists what it has"
 )
 
 # By the bytes at the beginning. Raw numbers begin with a mark of three bytes by chance, in one of
 # millions of files. So every message names the way out.
 _MAGIC: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
+    (b"version https://git-lfs", "a Git LFS pointer and not the data", "run git lfs pull"),
     (b"PAR1", "a Parquet file", "read its columns with pyarrow, and save each with numpy.save"),
     (b"ARROW1\0\0", "an Arrow (Feather) file", "read its columns with pyarrow, and save each"),
     (b"FEA1", "a Feather file", "read its columns with pyarrow, and save each with numpy.save"),
@@ -65,9 +65,13 @@ _TEXT_BYTES_MIN = 16
 
 
 def refuse_container(
-    path: str, head: bytes, nbytes: int, dtype: np.dtype[np.generic] | None
+    path: str,
+    head: bytes,
+    nbytes: int,
+    dtype: np.dtype[np.generic] | None,
+    wanted: str = "raw numbers",
 ) -> None:
-    """Raise FileFormatError when a file is no raw numbers.
+    """Raise FileFormatError when a file is not what is `wanted`, but a container.
 
     `head` has the first `HEAD_BYTES` of the file, or all of it. Text is refused only if `dtype` is
     one of numbers of several bytes; for other dtypes text may be the data.
@@ -77,10 +81,13 @@ def refuse_container(
         found = "text", "parse it, as with numpy.loadtxt, and save the result with numpy.save"
     if found is not None:
         what, recipe = found
-        raise FileFormatError(
-            f"{path} is {what}, not raw numbers: {recipe}. If its bytes are the data nevertheless, "
-            "give the byte at which they begin, as offset=0"
-        )
+        told = f"{path} is {what}, not {wanted}: {recipe}"
+        if wanted == "raw numbers":
+            told += (
+                ". If its bytes are the data nevertheless, give the byte at which they begin, as "
+                "offset=0"
+            )
+        raise FileFormatError(told)
 
 
 def _container(head: bytes, nbytes: int) -> tuple[str, str] | None:
@@ -98,7 +105,7 @@ def _container(head: bytes, nbytes: int) -> tuple[str, str] | None:
         return f"a {head[8:12].decode().strip()} file", _DECODE
     if head[257:262] == b"ustar":
         return "a tar archive", "unpack it first"
-    if _is_safetensors(head, nbytes):
+    if is_safetensors(head, nbytes):
         return "a safetensors file", _SAFETENSORS
     return None
 
@@ -115,7 +122,8 @@ def _zip(head: bytes) -> tuple[str, str]:
     return "a zip archive", "unpack it first"
 
 
-def _is_safetensors(head: bytes, nbytes: int) -> bool:
+def is_safetensors(head: bytes, nbytes: int) -> bool:
+    """Whether a file begins as one of the format does; its header is yet to be checked."""
     length = int.from_bytes(head[:8], "little")
     if not 2 <= length <= min(nbytes - 8, _SAFETENSORS_HEADER_MAX):
         return False

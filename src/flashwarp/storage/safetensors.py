@@ -7,6 +7,7 @@ its file, and no byte belongs to two tensors.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias
 
 from flashwarp.config import SIZE_MAX
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
-from flashwarp.storage import files
+from flashwarp.storage import containers, files
 
 Checkpoint: TypeAlias = files.PathLike | Sequence[files.PathLike]
 """A safetensors file, an index, the folder of either, or several files."""
@@ -35,6 +36,15 @@ DTYPE_BITS = {
 }  # fmt: skip
 """Bits of an element of each dtype that the format names."""
 
+NUMPY = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
+    "F8_E4M3FNUZ": "u1", "F8_E5M2FNUZ": "u1", "I16": "<i2", "U16": "<u2", "F16": "<f2",
+    "BF16": "<u2", "I32": "<i4", "U32": "<u4", "F32": "<f4", "F64": "<f8", "I64": "<i8",
+    "U64": "<u8", "C64": "<c8",
+}  # fmt: skip
+"""numpy's dtype for each of whole bytes: integers of the same size for what numpy lacks."""
+
+_NAMES_SHOWN = 5
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 
@@ -68,6 +78,10 @@ def read_header(path: files.PathLike) -> dict[str, Tensor]:
     name = files.check_name(path)
     with files.open_for_reading(name) as file:
         nbytes = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        head = file.read(containers.HEAD_BYTES)
+        if not containers.is_safetensors(head, nbytes):
+            containers.refuse_container(name, head, nbytes, None, "a safetensors file")
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         if nbytes < 10 or not 2 <= length <= nbytes - 8:
@@ -162,6 +176,27 @@ def read_checkpoint(given: Checkpoint) -> dict[str, Tensor]:
             raise MissingFileError(2, f"the folder has no {_INDEX_NAME} and no safetensors", name)
         return _all_of(os.path.join(name, each) for each in found)
     return _indexed(name) if name.endswith(".json") else read_header(name)
+
+
+def find(given: Checkpoint, name: object) -> Tensor:
+    """Return a tensor of a checkpoint by its name.
+
+    Raises ArgumentError, which has names that are there, and as `read_checkpoint` does.
+    """
+    if not isinstance(name, str):
+        raise ArgumentError(f"tensor={_short(name)} is not the name of a tensor")
+    tensors = read_checkpoint(given)
+    if name not in tensors:
+        near = difflib.get_close_matches(name, tensors, 3)
+        told = f"close to it is {shown(near)}" if near else f"there are {shown(tensors)}"
+        raise ArgumentError(f"tensor={_short(name)} is in none of the files: {told}")
+    return tensors[name]
+
+
+def shown(names: Mapping[str, object] | Sequence[str]) -> str:
+    """Return a few names, for a message."""
+    some = ", ".join(map(repr, list(names)[:_NAMES_SHOWN])) or "none"
+    return some + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
 
 
 def _all_of(paths: Iterable[str]) -> dict[str, Tensor]:

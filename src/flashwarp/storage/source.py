@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp.dtypes import check_dtype, check_shape
-from flashwarp.errors import ArgumentError, FileFormatError
-from flashwarp.storage import containers, files, npy
+from flashwarp.errors import ArgumentError, DtypeError, FileFormatError
+from flashwarp.storage import containers, files, npy, safetensors
 from flashwarp.storage.base import Namespace
 from flashwarp.storage.composite import Composite, Concatenated, Extent, Replicated
 
@@ -64,6 +64,7 @@ def look(
     shape: Shape | None,
     offset: int | None,
     writable: bool,
+    tensor: str | None = None,
 ) -> Source:
     """Find the bytes of an array; arguments as those of `flashwarp.open`.
 
@@ -72,6 +73,8 @@ def look(
     MissingFileError; PathError.
     """
     kind = None if dtype is None else check_dtype(dtype)
+    if tensor is not None:
+        return _look_at_tensor(given, tensor, kind, shape, offset, writable)
     if isinstance(given, Composite) and given.paths:
         for path in given.paths:
             files.check(path, writable)
@@ -89,6 +92,34 @@ def look(
     files.check(path, writable)
     layout = _layout_of(path, kind, shape, offset)
     return Source(layout.dtype, layout.shape, (FilePart(path, layout),))
+
+
+def _look_at_tensor(
+    given: object,
+    tensor: str,
+    kind: np.dtype[Any] | None,
+    shape: Shape | None,
+    offset: int | None,
+    writable: bool,
+) -> Source:
+    if isinstance(given, Namespace | list | tuple):
+        raise ArgumentError(
+            f"tensor={tensor!r} is for the path of a safetensors file, its index, or its folder"
+        )
+    if offset is not None:
+        raise ArgumentError(f"the header says where tensor={tensor!r} begins: leave offset= out")
+    found = safetensors.find(files.check_name(given), tensor)
+    files.check(found.path, writable)
+    if found.dtype not in safetensors.NUMPY:
+        raise DtypeError(f"{found}: its elements are parts of bytes, and no dtype of numpy")
+    own = np.dtype(safetensors.NUMPY[found.dtype])
+    if kind not in (None, own):
+        raise FileFormatError(f"{found}, which opens as {own}, not {kind}")
+    if _shape(shape, own) not in (None, found.shape):
+        raise FileFormatError(f"{found} has shape {found.shape}, not {shape}")
+    identity = (found.stamp.device, found.stamp.inode)
+    layout = npy.Layout(own, found.shape, found.offset, identity)
+    return Source(own, found.shape, (FilePart(found.path, layout),))
 
 
 def _look_at_members(

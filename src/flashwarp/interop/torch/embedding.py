@@ -22,6 +22,7 @@ from flashwarp.interop.torch.gradients import Kept, Part, look_up_bags, look_up_
 from flashwarp.interop.torch.lookups import COMPUTED, NUMBERS, TensorLookup, look_up
 from flashwarp.interop.torch.operators import check_plain, torch_device
 from flashwarp.interop.torch.scaling import ScalesLike, Scaling
+from flashwarp.storage import safetensors
 from flashwarp.table.lookup import Pooling, Scales, Table
 
 TableLike: TypeAlias = Array | str | os.PathLike[str]
@@ -37,6 +38,14 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "sparse": ((True,), "gradients are those of the rows that were looked up, never dense"),
     "_weight": ((None,), "rows lie in a storage: store them with flashwarp.create"),
     "_freeze": ((None,), 'open the array with mode="r", or call requires_grad_(False)'),
+}
+
+
+# Of safetensors files, those that `open` opens as integers.
+_TYPES = {
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 
 
@@ -78,6 +87,8 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
                 )
             self.rows = _rows(rows, array.shape[0])
             self.num_embeddings, width = len(self.rows), array.shape[1]
+            if stored is None and opening.get("tensor") is not None:
+                stored = _TYPES.get(safetensors.find(table, opening["tensor"]).dtype)
             self.stored = _stored(array, stored)
             number = NUMBERS[self.stored]
             self.embedding_dim = _dim(dim, width * array.dtype.itemsize * 8 // number.bits)
@@ -259,6 +270,7 @@ class Embedding(_TableModule):
         other, as with torch.
     **opening
         For `flashwarp.open`, if the table is a path: `mode`, `cache`, `device`, `line` and others.
+        With ``tensor=``, the name of a tensor in safetensors files, `stored` is what its file says.
 
     Attributes
     ----------
