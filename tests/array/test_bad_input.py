@@ -73,6 +73,7 @@ def test_copy_that_the_host_has_no_room_for() -> None:
         Storage(Full()).read(0, 8)
 
 
+@pytest.mark.filterwarnings("ignore:.*the file is sparse")
 def test_rows_that_the_host_has_no_room_for(tmp_path: Path) -> None:
     with fw.create(tmp_path / "sparse.npy", "i1", (1, 1 << 42), device="cpu", cache=1 << 16) as x:
         many = np.zeros(64, "i8")  # more than an address can say

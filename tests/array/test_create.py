@@ -32,6 +32,7 @@ from flashwarp.errors import (
     StorageError,
 )
 from flashwarp.storage import Memory, Striped
+from flashwarp.table.making import create_table
 
 OLD = np.arange(4096.0)
 
@@ -409,6 +410,27 @@ def test_new_file_is_sparse(tmp_path: Path) -> None:
     status = (tmp_path / "x.npy").stat()
     assert status.st_size == 4096 + (1 << 30)
     assert status.st_blocks * 512 < 1 << 20
+
+
+def test_file_that_the_disk_has_no_room_for_warns_once(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"x.npy has 8796 GB, .* has room for") as caught:
+        create(tmp_path / "x.npy", "u1", (1 << 43,)).close()
+    with pytest.warns(UserWarning, match="the file is sparse"):
+        create_table(tmp_path / "t.npy", 2 << 30, 1024, optimizer="sgd", init="zeros")
+    assert len(caught) == 1
+
+
+def test_mount_that_is_read_only_is_named(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = os.statvfs(old)
+    mounted = (*status[:8], status.f_flag | os.ST_RDONLY, *status[9:])
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(mounted))
+    monkeypatch.setattr(os, "access", lambda _, how: how != os.W_OK)
+
+    with pytest.raises(PathError, match="mounted read-only: open it with mode") as opening:
+        fw.open(old, "r+", device="cpu")
+    with pytest.raises(PathError, match="mounted read-only: choose another") as making:
+        create(old, overwrite=True)
+    assert opening.value.errno == making.value.errno == errno.EROFS
 
 
 def test_mode_follows_the_umask(tmp_path: Path) -> None:

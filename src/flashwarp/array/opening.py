@@ -184,8 +184,8 @@ def create(
 
     The file appears whole, and only after everything else has succeeded: it is built beside `path`
     and takes the name last. It is valid for `numpy.load` at once, sparse where the file system can,
-    and its data begins on a page, as O_DIRECT likes it. A call that fails, or a crash, leaves what
-    was there before.
+    and its data begins on a page, as O_DIRECT likes it. A file for which there is no room yet is
+    made with a warning. A call that fails, or a crash, leaves what was there before.
 
     Parameters
     ----------
@@ -244,6 +244,7 @@ def create(
     with files.Draft(target, overwrite, plan.access.lock) as draft:
         try:
             npy.write_empty(draft.descriptor, form)
+            draft.warn_of_room(form.nbytes)
         except OSError as error:
             raise files.write_error(error, name) from error
         part = FilePart(draft.path, form, shown=name)

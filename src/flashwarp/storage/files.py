@@ -12,6 +12,7 @@ import fcntl
 import os
 import stat
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeVar
@@ -78,8 +79,14 @@ def check(path: str, writable: bool) -> os.stat_result:
     for how, refused in ((os.R_OK, False), (os.W_OK, True)):
         if (how == os.R_OK or writable) and not os.access(path, how):
             _status(path, writable)  # it may have been removed meanwhile
-            raise path_error(PermissionError(errno.EACCES, ""), path, writable=refused)
+            number = _refusal(path) if refused else errno.EACCES
+            raise path_error(OSError(number, ""), path, writable=refused)
     return status
+
+
+def _refusal(path: str) -> int:
+    """Return why the system lets nobody write a file that is there, or at least not this user."""
+    return errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
 
 
 def _status(path: str, writable: bool) -> os.stat_result:
@@ -201,6 +208,8 @@ def check_new(name: str, overwrite: bool) -> str:
     if not stat.S_ISREG(status.st_mode):
         raise PathError(errno.EINVAL, "is no regular file, and nothing else is replaced", name)
     if not os.access(target, os.W_OK):
+        if _refusal(target) == errno.EROFS:
+            raise write_error(OSError(errno.EROFS, ""), name)
         raise PathError(errno.EACCES, "is write-protected for this user: remove it first", name)
     return target
 
@@ -262,6 +271,17 @@ class Draft:
             if number == 0:
                 held.callback(fcntl.flock, file, fcntl.LOCK_UN)
         return os.fstat(file.fileno())
+
+    def warn_of_room(self, nbytes: int) -> None:
+        """Warn if the file system has less room than a sparse file will take."""
+        system = os.fstatvfs(self.descriptor)
+        room = system.f_bavail * system.f_frsize
+        if nbytes > room and system.f_blocks:  # some do not know how large they are
+            warnings.warn(
+                f"{self.target} has {nbytes / 1e9:.4g} GB, and its file system has room for "
+                f"{room / 1e9:.4g} GB: the file is sparse, and stores fail when the room is used",
+                stacklevel=3,
+            )
 
     def publish(self) -> None:
         """Give the file its name, durably.

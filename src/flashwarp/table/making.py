@@ -97,9 +97,9 @@ def create_table(
     -----
     Blocks until the file is durable. All rows are written, at the rate of the storage or of numpy's
     generators, whichever is lower. If `init` is "zeros" and `state` 0, nothing is written, and the
-    file is sparse. Host memory: 16 MiB for each of up to 16 threads. The file
-    appears whole, or a failed call or a crash leaves what was there, perhaps without its record;
-    a table without a record is refused by optimizers with state.
+    file is sparse; a warning says if there is no room for all of it. Host memory: 16 MiB for each
+    of up to 16 threads. The file appears whole, or a failed call or a crash leaves what was there,
+    perhaps without its record; a table without a record is refused by optimizers with state.
 
     Examples
     --------
@@ -117,6 +117,7 @@ def create_table(
     with files.Draft(target, overwrite, lock=True) as draft:
         try:
             npy.write_empty(draft.descriptor, layout)
+            draft.warn_of_room(layout.nbytes)
             if draw is not None or state:
                 write = _Writer(draft.descriptor, layout.offset, rows, width, dim, draw)
                 write.state = slice(dim, rule.width(dim)), state
