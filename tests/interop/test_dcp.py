@@ -23,6 +23,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
 
 import flashwarp.dcp
 from flashwarp import _native
@@ -37,7 +38,7 @@ from flashwarp.errors import (
     PathError,
     StorageError,
 )
-from flashwarp.interop.torch.dcp import checksums, versions
+from flashwarp.interop.torch.dcp import checksums, relied
 from interop import dcp_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -553,14 +554,28 @@ def test_after_close_it_refuses() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Writer("x"), lambda: Reader("x"), Stager])
-def test_a_torch_that_is_not_known_is_refused(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]
+@pytest.mark.parametrize(
+    ("owner", "name", "match"),
+    [
+        (torch.serialization, "skip_data", "another form"),
+        (filesystem.FileSystemReader, "read_data", "other methods"),
+        (filesystem, "_StorageInfo", "another way"),
+    ],
+)
+def test_a_torch_that_lacks_what_is_relied_on_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[], object],
+    owner: Any,
+    name: str,
+    match: str,
 ) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.14.0+cpu")
-
-    with pytest.raises(ArgumentError, match=r"torch is of version 2.14.0.*install torch 2.13"):
-        make()
-    assert versions.KNOWN_VERSIONS == ("2.13",)
+    monkeypatch.setattr(owner, name, lambda *_: None)
+    relied._problem.cache_clear()
+    try:
+        with pytest.raises(ArgumentError, match=f"cannot be used by flashwarp.dcp.*{match}"):
+            make()
+    finally:
+        relied._problem.cache_clear()
 
 
 # Ranks.

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from flashwarp import _native
 from flashwarp.errors import DamagedVersionError
 from flashwarp.interop.torch.dcp.checksums import Item, check_item, find
-from flashwarp.interop.torch.dcp.versions import check_version
+from flashwarp.interop.torch.dcp.relied import check_torch
 from flashwarp.storage import files
 
 
@@ -33,7 +33,7 @@ class Reader(FileSystemReader):  # type: ignore[misc]
     Raises
     ------
     ArgumentError
-        torch is of a version whose files are not known here.
+        torch lacks what this relies on; the error says what.
 
     Notes
     -----
@@ -55,7 +55,7 @@ class Reader(FileSystemReader):  # type: ignore[misc]
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        check_version()
+        check_torch()
         super().__init__(files.check_name(path))
         self._items: dict[tuple[str, int], Item] = {}
         self._damage: DamagedVersionError | None = None

@@ -17,7 +17,7 @@ from flashwarp.config import number, parse_bytes, time_limit_s
 from flashwarp.device import Device, resolve
 from flashwarp.device.memory import align_up
 from flashwarp.errors import ArgumentError, ClosedError, DtypeError
-from flashwarp.interop.torch.dcp.versions import check_version
+from flashwarp.interop.torch.dcp.relied import check_torch
 from flashwarp.transfer import Copy, CopyEngine, Direction, TransferClient
 
 # Tensors begin at its multiples in a block: every dtype is aligned, and no two share a cache line.
@@ -55,7 +55,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
     Raises
     ------
     ArgumentError
-        torch is of a version that is not known here.
+        torch lacks what this relies on; the error says what.
 
     Examples
     --------
@@ -78,7 +78,7 @@ class Stager(AsyncStager, endings.Closing):  # type: ignore[misc]
         ordered: bool = True,
         timeout_s: float | None = None,
     ) -> None:
-        check_version()
+        check_torch()
         self.host_bytes = parse_bytes(host_memory, "host_memory")
         self.ordered = ordered
         self.timeout_s = number("timeout_s", time_limit_s(timeout_s), 0, _TIMEOUT_S_MAX)

@@ -45,7 +45,7 @@ from flashwarp.interop.torch.dcp.checksums import (
     metadata_name,
 )
 from flashwarp.interop.torch.dcp.records import Record, Records
-from flashwarp.interop.torch.dcp.versions import check_version
+from flashwarp.interop.torch.dcp.relied import check_torch
 from flashwarp.storage import files
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
     Raises
     ------
     ArgumentError
-        torch is of a version whose files are not known here.
+        torch lacks what this relies on; the error says what.
 
     Notes
     -----
@@ -106,7 +106,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
     def __init__(
         self, path: str | os.PathLike[str], *, threads: int = 2, overwrite: bool = True
     ) -> None:
-        check_version()
+        check_torch()
         super().__init__()
         self.path = Path(files.check_name(path))
         self.threads = integer("threads", threads, 1, _THREADS_MAX)
