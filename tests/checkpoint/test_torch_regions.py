@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from checkpoint.faults import Opener
@@ -75,7 +78,7 @@ def test_a_tensor_whose_storage_moved_is_followed(opened: Opener) -> None:
 def test_a_tensor_that_is_not_dense_is_refused(opened: Opener) -> None:
     checkpointer = opened()
     with pytest.raises(ArgumentError, match="not contiguous"):
-        checkpointer.protect("view", torch.zeros(10, 10).t())
+        checkpointer.protect("view", torch.zeros(10, 10)[:, :5])
     with pytest.raises(ArgumentError, match="dense"):
         checkpointer.protect("sparse", torch.eye(3).to_sparse())
 
@@ -90,3 +93,150 @@ def test_a_dtype_that_differs_only_for_torch_is_found(opened: Opener) -> None:
     checkpointer.unprotect("state")
     with pytest.raises(DtypeError, match="bfloat16, which numpy has not"):
         checkpointer.restart(0)
+
+
+# Axes in another order.
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        lambda: torch.randn(6, 6).t(),
+        lambda: torch.randn(4, dtype=torch.complex64).conj(),
+        lambda: np.asfortranarray(np.random.default_rng(0).random((3, 5))),
+    ],
+)
+def test_what_is_dense_in_another_order_has_its_values(opened: Opener, make: Any) -> None:
+    checkpointer = opened()
+    state = make()
+    plain = torch.as_tensor(state).resolve_conj().clone(memory_format=torch.contiguous_format)
+    strides = state.strides if isinstance(state, np.ndarray) else state.stride()
+    checkpointer.protect("state", state)
+    checkpointer.checkpoint(0)
+    state *= 0
+
+    assert checkpointer.restart(0)["state"] is state
+    assert torch.equal(torch.as_tensor(state).resolve_conj(), plain)
+    assert (state.strides if isinstance(state, np.ndarray) else state.stride()) == strides
+    other = torch.zeros_like(plain)
+    checkpointer.restart(0, into={"state": other})
+    assert torch.equal(other, plain)
+
+
+# States.
+
+
+def trained(seed: int, steps: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3),
+        torch.nn.BatchNorm2d(4),
+        torch.nn.Flatten(),
+        torch.nn.LazyLinear(5),
+    )
+    inputs = torch.randn(8, 3, 6, 6)
+    model(inputs)
+    model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=50)
+    found = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "inputs": inputs}
+    for _ in range(steps):
+        train(found)
+    return found
+
+
+def train(run: dict[str, Any]) -> float:
+    run["optimizer"].zero_grad()
+    loss = run["model"](run["inputs"]).square().mean()
+    loss.backward()
+    run["optimizer"].step()
+    run["scheduler"].step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "used"])
+def test_a_training_that_is_restored_goes_on_as_it_would_have(opened: Opener, steps: int) -> None:
+    run = trained(0, 3)
+    extra = {"step": 3, "best": {"loss": 0.5}, "rows": np.arange(4), "gone": None}
+    checkpointer = opened()
+    for name in ("model", "optimizer", "scheduler"):
+        checkpointer.protect(name, run[name])
+    checkpointer.protect("extra", extra)
+    checkpointer.checkpoint(0)
+    checkpointer.wait(0)
+    expected = [train(run) for _ in range(3)]
+    checkpointer.close()
+
+    other, rows = trained(1, steps), np.zeros(4, np.int64)
+    other["inputs"] = run["inputs"]
+    found: dict[str, Any] = {"step": 0, "best": {"loss": 9.0}, "rows": rows, "later": 1}
+    again = opened()
+    for name in ("model", "optimizer", "scheduler"):
+        again.protect(name, other[name])
+    again.protect("extra", found)
+    weight = other["model"][0].weight
+    restored = again.restart(0)
+
+    assert restored == {**{name: other[name] for name in list(run)[:3]}, "extra": found}
+    assert found.pop("rows").tolist() == rows.tolist() == [0, 1, 2, 3], "in place"
+    assert found == {"step": 3, "best": {"loss": 0.5}, "gone": None}
+    assert other["model"][0].weight is weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert [train(other) for _ in range(3)] == expected
+
+
+def test_the_regions_of_a_state_have_names(opened: Opener) -> None:
+    checkpointer = opened()
+    checkpointer.protect("model", torch.nn.Linear(3, 2))
+    checkpointer.checkpoint(0)
+
+    assert [each.name for each in checkpointer.regions(0)] == [
+        "model",
+        "model/weight",
+        "model/bias",
+    ]
+    checkpointer.protect("model/bias", np.zeros(2))
+    with pytest.raises(ArgumentError, match="two protected things have a region 'model/bias'"):
+        checkpointer.checkpoint(1)
+
+
+def test_what_a_state_cannot_save_is_named_at_once(opened: Opener) -> None:
+    checkpointer = opened()
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(DtypeError, match=r"'s/a.b' is a object, which only pickle"):
+        checkpointer.protect("s", {"a": {"b": object()}})
+    with pytest.raises(DtypeError, match=r"'m/weight' is no dense tensor with data"):
+        checkpointer.protect("m", torch.nn.Linear(3, 2, device="meta"))
+    with pytest.raises(ArgumentError, match="restore= takes a callable"):
+        checkpointer.protect("m", model, restore=model.load_state_dict)
+
+
+def test_a_module_that_differs_is_left_as_it_is(opened: Opener) -> None:
+    checkpointer = opened()
+    checkpointer.protect("model", torch.nn.Linear(3, 2))
+    checkpointer.checkpoint(0)
+
+    for other, match in [
+        (torch.nn.Linear(3, 2, bias=False), "lacks 'model/bias', and the version lacks nothing"),
+        (torch.nn.Linear(2, 2), "'model/weight' was stored with shape"),
+    ]:
+        before = {name: each.clone() for name, each in other.state_dict().items()}
+        checkpointer.protect("model", other)
+        with pytest.raises(CheckpointError, match=match):
+            checkpointer.restart(0)
+        assert all(torch.equal(each, before[name]) for name, each in other.state_dict().items())
+
+
+def test_a_state_that_is_refused_says_what_is_filled(opened: Opener) -> None:
+    checkpointer = opened()
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    checkpointer.protect("optimizer", torch.optim.Adam(weights))
+    checkpointer.checkpoint(0)
+
+    checkpointer.protect("optimizer", torch.optim.Adam(weights[:1]))
+    with pytest.raises(ValueError, match="size") as caught:
+        checkpointer.restart(0)
+    assert "'optimizer' has refused" in caught.value.__notes__[0]
+    with pytest.raises(ArgumentError, match="into= takes arrays"):
+        checkpointer.restart(0, into={"optimizer": np.zeros(3, np.uint8)})

@@ -1,14 +1,10 @@
-"""The regions that a user has protected, as bytes in memory: checked each time before they move.
-
-An array may have been resized, freed or closed since it was protected. Nothing is read or written
-before all arrays of a call have been checked.
-"""
+"""Arrays of the user as bytes in memory: checked each time before they move."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,100 +24,8 @@ class Bytes:
     on_device: bool  # whether they are in the memory of a GPU
     owner: object  # the array
     stream: object = None  # the stream on which the user's work on it runs; None: there is none
-
-
-@dataclass(frozen=True)
-class Protected:
-    """What `Checkpointer.protect` was given."""
-
-    source: object  # an array, or a callable that returns one
-    restore: Callable[[Any], object] | None  # takes the restored array of a callable region
-    region: Region | None  # the array as it was when it was protected; None for a callable
-
-
-def names_of(only: Iterable[str]) -> list[str]:
-    """Return the names of regions that a caller has listed, each once; raises for a text."""
-    if isinstance(only, str):
-        raise ArgumentError(f"only={only!r} is a text: pass a list of names, [{only!r}]")
-    return list(dict.fromkeys(only))
-
-
-class RegionSet:
-    """Protected regions, by name. Not thread-safe."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._regions: dict[str, Protected] = {}
-
-    def add(
-        self, name: str, source: object, restore: Callable[[Any], object] | None = None
-    ) -> None:
-        """Protect an array or a callable; a name that is protected already gets the new one."""
-        called = callable(source) and not hasattr(source, "__array__")
-        if restore is not None and not (called and callable(restore)):
-            raise ArgumentError("restore= takes a callable, for a region that is a callable")
-        region = None if called else describe(name, source, self._device).region
-        if called:
-            Region(name, "|u1", (0,), 0)  # checks the name
-        self._regions[name] = Protected(source, restore, region)
-
-    def remove(self, name: str) -> None:
-        """Unprotect a region."""
-        self._find(name)
-        del self._regions[name]
-
-    def names(self, only: Iterable[str] | None = None) -> list[str]:
-        """Return the names of the regions, or of those in `only`; raises for unknown ones."""
-        if only is None:
-            return list(self._regions)
-        names = names_of(only)
-        for name in names:
-            self._find(name)
-        return names
-
-    def get(self, name: str) -> Protected | None:
-        """Return a protected region, or None."""
-        return self._regions.get(name)
-
-    def collect(self, only: Iterable[str] | None = None) -> list[Bytes]:
-        """Return the present bytes of the regions; calls those that are callables."""
-        names = self.names(only)
-        if not names:
-            raise CheckpointError("no region is protected: call protect() before checkpoint()")
-        return [self._collect(name, self._regions[name]) for name in names]
-
-    def target(self, region: Region) -> Bytes | None:
-        """Return where a stored region goes, as it was protected; None: a new array is needed."""
-        found = self._regions.get(region.name)
-        if found is None or found.region is None:
-            return None
-        self._check_present(region.name, found)
-        return check_target(region, found.source, self._device)
-
-    def _collect(self, name: str, found: Protected) -> Bytes:
-        if found.region is None:
-            source = found.source
-            assert callable(source)
-            return describe(name, source(), self._device)
-        return self._check_present(name, found)
-
-    def _check_present(self, name: str, found: Protected) -> Bytes:
-        present = describe(name, found.source, self._device, known=found.region)
-        if present.region != found.region:
-            assert found.region is not None
-            raise CheckpointError(
-                f"the array of region {name!r} was {_text(found.region)} when it was protected, "
-                f"and is {_text(present.region)} now: protect it again after resizing it"
-            )
-        return present
-
-    def _find(self, name: str) -> Protected:
-        if name not in self._regions:
-            raise ArgumentError(
-                f"region {name!r} is not protected; protected are: "
-                f"{', '.join(map(repr, self._regions)) or 'none'}"
-            )
-        return self._regions[name]
+    # The array of the user's of which `owner` is a copy in C order; None: `owner` is it.
+    origin: object = None
 
 
 def check_target(region: Region, array: object, device: Device) -> Bytes:
@@ -154,11 +58,6 @@ def describe(
     region = known
     if region is None or (region.dtype, region.shape) != (dtype, found.shape):
         region = Region(name, dtype, found.shape, found.nbytes)
-    if not found.contiguous:
-        raise ArgumentError(
-            f"the array of region {name!r} is not contiguous: protect a contiguous one, or a "
-            "callable that returns a contiguous copy"
-        )
     if writable and found.read_only:
         raise ArgumentError(
             f"the array of region {name!r} is read-only, as those of jax are: pass a writable one "
@@ -169,6 +68,16 @@ def describe(
             f"the memory of region {name!r} was freed: its array has {region.nbytes} bytes and no "
             "storage for them; protect an array that has"
         )
+    lazily = getattr(array, "is_conj", bool)() or getattr(array, "is_neg", bool)()
+    if lazily or not found.contiguous:
+        made = _in_order(array, found)
+        if made is None:
+            raise ArgumentError(
+                f"the array of region {name!r} is not contiguous, and has gaps or is of a library "
+                "that cannot be copied here: protect a contiguous one, or a callable that returns "
+                "a contiguous copy"
+            )
+        return replace(describe(name, made, device, writable=writable), origin=array)
     on_device = found.device_kind == "cuda"
     if on_device and (device.kind != "cuda" or found.ordinal not in (None, device.ordinal)):
         raise ArgumentError(
@@ -180,6 +89,43 @@ def describe(
         own = found.stream
         stream = own if own is not None else device.current_stream(found.library)
     return Bytes(region, found.address, on_device, array, stream)
+
+
+def region_of(name: str, array: object, device: Device) -> Region:
+    """Return the region that an array makes, without a copy of it."""
+    dtype, found = _view(name, array, device)
+    return Region(name, dtype, found.shape, found.nbytes)
+
+
+def give_back(filled: Bytes) -> object:
+    """Return the user's array of a region that was filled, after a copy into it if need be."""
+    origin: Any = filled.origin
+    copied: Any = filled.owner
+    if origin is None:
+        return copied
+    if isinstance(origin, np.ndarray):
+        np.copyto(origin, copied)
+    else:
+        origin.detach().copy_(copied)
+    return origin
+
+
+def _in_order(array: Any, found: ArrayView) -> Any:
+    """Copy an array whose axes lie in another order into C order; None if it has gaps."""
+    if isinstance(array, np.ndarray):
+        strides, unit = array.strides, array.itemsize
+    elif found.library == "torch":
+        strides, unit = array.stride(), 1
+    else:
+        return None
+    axes = sorted((stride, n) for stride, n in zip(strides, found.shape, strict=True) if n != 1)
+    for stride, length in axes:
+        if stride != unit:
+            return None
+        unit *= length
+    if isinstance(array, np.ndarray):
+        return np.ascontiguousarray(array)
+    return array.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def new_array(region: Region, device: Device) -> Any:
@@ -230,7 +176,3 @@ def _storage_bytes(array: Any) -> int:
         return math.inf  # type: ignore[return-value]
     used = array.storage_offset() * array.element_size()
     return int(storage().nbytes()) - int(used)
-
-
-def _text(region: Region) -> str:
-    return f"{region.dtype} {region.shape}"

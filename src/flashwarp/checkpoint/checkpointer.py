@@ -12,7 +12,7 @@ from typing import Any
 from flashwarp import endings
 from flashwarp._names import renamed
 from flashwarp.checkpoint import report
-from flashwarp.checkpoint.capture import Bytes, RegionSet
+from flashwarp.checkpoint.capture import Bytes
 from flashwarp.checkpoint.directory import Catalog
 from flashwarp.checkpoint.directory.names import (
     check_name,
@@ -23,6 +23,7 @@ from flashwarp.checkpoint.directory.names import (
 from flashwarp.checkpoint.durability import Durability
 from flashwarp.checkpoint.futures import Saved
 from flashwarp.checkpoint.lookup import Lookup
+from flashwarp.checkpoint.protected import RegionSet
 from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.report import CheckpointStats
 from flashwarp.checkpoint.restoring import Restore, Restorer
@@ -36,7 +37,6 @@ from flashwarp.config import SIZE_MAX, choice, flag, integer, number, parse_byte
 from flashwarp.device import Device, resolve
 from flashwarp.errors import (
     ArgumentError,
-    CheckpointError,
     MissingVersionError,
     ReadOnlyError,
 )
@@ -155,23 +155,25 @@ class Checkpointer(endings.Closing):
     def protect(
         self, name: str, source: object, *, restore: Callable[[Any], object] | None = None
     ) -> None:
-        """Name an array that later checkpoints save, and that restarts fill.
+        """Name an array or a state that later checkpoints save, and that restarts fill.
 
         Parameters
         ----------
         name : str
             Of the region. A name that is protected already gets the new array.
-        source : array or callable
-            A contiguous array of torch, numpy, cupy, jax or another library, on the device or in
-            host memory; it is kept alive. A callable is called at each checkpoint and returns one,
-            of any size.
+        source : array, module, optimizer, dict or callable
+            An array of torch, numpy, cupy, jax or another library, on the device or in host memory,
+            without gaps; it is kept alive. Something with `state_dict` and `load_state_dict`, or a
+            state dict: each tensor is a region ``name/...``, and `name` holds the rest, without
+            pickle. A callable is called at each checkpoint and returns an array, of any size.
         restore : callable, optional
             For a callable: takes the restored array. Otherwise `restart` returns it.
 
         Raises
         ------
         ArgumentError, DtypeError
-            If it is no contiguous array, or on another device.
+            If it is no array without gaps, on another device, or a state with something that only
+            pickle could store; the error names it.
         """
         with self._core.locked():
             self._core.check_usable()
@@ -382,8 +384,8 @@ class Checkpointer(endings.Closing):
         -------
         dict
             The array of each region: the one that was filled, or a new one if the region is a
-            callable, or not protected. On a GPU they are filled in the order of the caller's
-            stream.
+            callable, or not protected; for a state the module, the optimizer or the dict. On a GPU
+            they are filled in the order of the caller's stream.
 
         Raises
         ------
@@ -556,26 +558,14 @@ class Checkpointer(endings.Closing):
         core = self._core
         with core.locked():
             core.closing = True
-            unseen = [
-                error
-                for future in core.futures.values()
-                if not future.observed and future.done()
-                for error in [future.exception(0)]
-                if error is not None
-            ]
+            unseen = core.unseen_failures()
             core.hints.finish()
             core.wake()
         failures += [each for each in unseen if each not in failures]
         failures += self._stager.stop(self.settings.timeout_s)
         failures += self._system.close()
         with core.locked():
-            for future in core.futures.values():
-                if not future.done():
-                    future.observed = True
-                    future.set_exception(
-                        CheckpointError("the checkpointer was closed before it was durable")
-                    )
-            core.futures.clear()
+            core.end_futures()
             core.closed = True
             core.wake()
         endings.forget(self._held)

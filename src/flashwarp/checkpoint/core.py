@@ -268,6 +268,21 @@ class Core:
         if future is not None and not future.done():
             future.set_exception(error)
 
+    def unseen_failures(self) -> list[BaseException]:
+        """Return what versions have failed with, as far as nobody has looked."""
+        done = [each for each in self.futures.values() if not each.observed and each.done()]
+        return [error for error in (each.exception(0) for each in done) if error is not None]
+
+    def end_futures(self) -> None:
+        """Fail the futures of versions that will not become durable any more."""
+        for future in self.futures.values():
+            if not future.done():
+                future.observed = True
+                future.set_exception(
+                    CheckpointError("the checkpointer was closed before it was durable")
+                )
+        self.futures.clear()
+
     def lost(self) -> list[Entry]:
         """Return versions that only the caches have."""
         return [each for each in self.entries.values() if not each.stored and not each.discarded]
