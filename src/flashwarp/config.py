@@ -11,6 +11,7 @@ import numbers
 import operator
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ __all__ = [
     "number",
     "parse_bytes",
     "time_limit_s",
+    "warn_of_misspelt",
 ]
 
 _UNITS = {"": 1, "b": 1}
@@ -201,8 +203,17 @@ class Config:
             check(each.name, getattr(self, each.name), *each.metadata["limits"])
 
 
+_PREFIX = "FLASHWARP_"
 _DEFAULTS = Config()
-_VARIABLES = {each.name: f"FLASHWARP_{each.name.upper()}" for each in fields(Config)}
+_VARIABLES = {each.name: f"{_PREFIX}{each.name.upper()}" for each in fields(Config)}
+
+# What other modules read from the environment; the plugin of vLLM refuses its names of old itself.
+_OTHERS = (
+    *("CACHE_DIR", "RUNTIME_DIR", "CUBINS", "IO_ENGINE", "COMMIT"),
+    *("VLLM_TABLES", "VLLM_HOST_MEMORY", "VLLM_GPU_MEMORY", "VLLM_RAM", "VLLM_GPU"),
+)
+# By difflib, of names without the prefix: TIMEOUT is 0.88 like TIMEOUT_S.
+_LIKENESS_MIN = 0.75
 
 
 def current(*names: str) -> Config:
@@ -225,6 +236,22 @@ def current(*names: str) -> Config:
         if (text := os.environ.get(_VARIABLES[name])) is not None
     )
     return _parsed(texts) if texts else _DEFAULTS
+
+
+@functools.cache
+def warn_of_misspelt() -> None:
+    """Warn once of variables of the environment that look like a setting and are none."""
+    known = [*(name.upper() for name in _VARIABLES), *_OTHERS]
+    names = (each.removeprefix(_PREFIX) for each in os.environ if each.startswith(_PREFIX))
+    for name in (each for each in names if each not in known):
+        import difflib  # most programs have no strangers
+
+        if near := difflib.get_close_matches(name, known, 1, _LIKENESS_MIN):
+            warnings.warn(
+                f"{_PREFIX}{name} is no setting, and changes nothing: did you mean "
+                f"{_PREFIX}{near[0]}?",
+                stacklevel=2,
+            )
 
 
 # Calls that move a few rows read the same variables each time.

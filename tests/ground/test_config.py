@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from pathlib import Path
+
 import pytest
 
-from flashwarp import config
+from flashwarp import config, device
 from flashwarp.config import parse_bytes
 from flashwarp.errors import ArgumentError
 
@@ -69,3 +73,31 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert (held.timeout_s, held.look_ahead) == (2.5, 32)
     assert held.async_calls == config.Config().async_calls
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("TIMEOUT", "TIMEOUT_S"), ("CACHEDIR", "CACHE_DIR"), ("DRAIN_BLOCK", "DRAIN_BLOCKS")],
+)
+def test_misspelt_setting_is_named(wrong: str, right: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"FLASHWARP_{wrong}", "1")
+    config.warn_of_misspelt.cache_clear()
+    expected = f"_{wrong} is no setting.*mean FLASHWARP_{right}\\?"
+    with pytest.warns(UserWarning, match=expected) as told:
+        assert device.resolve("cpu") is device.resolve("cpu")
+    assert len(told) == 1
+
+
+def test_no_variable_of_this_tree_is_taken_for_a_misspelt_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = Path(__file__).parents[2]
+    files = [*root.glob("tests/**/*.py"), *root.glob("benchmarks/**/*.py"), root / "Makefile"]
+    files.remove(Path(__file__))
+    text = "".join(file.read_text() for file in files)
+    for name in set(re.findall(r"FLASHWARP_[A-Z0-9_]*[A-Z0-9]", text)):
+        monkeypatch.setenv(name, "1")
+    config.warn_of_misspelt.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config.warn_of_misspelt()

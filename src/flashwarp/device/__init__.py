@@ -13,6 +13,7 @@ from functools import partial
 
 from flashwarp import endings
 from flashwarp._jit import cuda_api
+from flashwarp.config import warn_of_misspelt
 from flashwarp.device.base import Device
 from flashwarp.device.cpu import CpuDevice
 from flashwarp.device.cuda import CudaDevice
@@ -94,6 +95,7 @@ def _open(name: str) -> Device:
     kind, _, number = name.partition(":")
     if kind not in ("cpu", "cuda") or not (number.isdecimal() or name == kind):
         raise ArgumentError(f"device {name!r} is neither 'cpu' nor 'cuda:N'")
+    warn_of_misspelt()
     ordinal = int(number or 0)
     return endings.holding([_opened_lock], partial(_find_or_make, kind, ordinal))
 
