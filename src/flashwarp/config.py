@@ -11,6 +11,7 @@ import numbers
 import operator
 import os
 import re
+import reprlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -21,6 +22,7 @@ from flashwarp.errors import ArgumentError
 __all__ = [
     "SIZE_MAX",
     "Config",
+    "brief",
     "choice",
     "cores",
     "current",
@@ -41,6 +43,19 @@ SIZE_MAX = (1 << 63) - 1
 """Most bytes of anything: what a signed offset of a file can name."""
 
 
+_SHOWN = 200
+
+
+def brief(value: object) -> str:
+    """Return the `repr` of a value for a message, cut where people stop reading."""
+    if isinstance(value, str | bytes | bytearray) and len(value) > _SHOWN:
+        return f"{value[:_SHOWN]!r}... of {len(value)}"
+    if isinstance(value, list | tuple | set | frozenset | dict) and len(value) > _SHOWN:
+        return reprlib.repr(value)
+    text = repr(value)
+    return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]}..."
+
+
 def integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
     """Return an integer argument; floats, bools and text are refused.
 
@@ -51,7 +66,7 @@ def integer(name: str, value: object, low: int | None = None, high: int | None =
     limited = low is not None and high is not None
     if found is None or (limited and not low <= found <= high):  # type: ignore[operator]
         limits = f" between {low} and {high}" if limited else ""
-        raise ArgumentError(f"{name}={value!r} is not an integer{limits}")
+        raise ArgumentError(f"{name}={brief(value)} is not an integer{limits}")
     return found
 
 
@@ -59,21 +74,21 @@ def number(name: str, value: object, low: float, high: float) -> float:
     """Return a numeric argument as a float, within its limits; raises as `integer` does."""
     real = isinstance(value, int | float | numbers.Real) and not isinstance(value, bool)
     if not real or not low <= value <= high:  # type: ignore[operator]
-        raise ArgumentError(f"{name}={value!r} is not a number between {low:g} and {high:g}")
+        raise ArgumentError(f"{name}={brief(value)} is not a number between {low:g} and {high:g}")
     return float(value)  # type: ignore[arg-type]
 
 
 def flag(name: str, value: object) -> bool:
     """Return an argument that must be True or False, of Python or numpy; raises ArgumentError."""
     if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
-        raise ArgumentError(f"{name}={value!r} is neither True nor False")
+        raise ArgumentError(f"{name}={brief(value)} is neither True nor False")
     return bool(value)
 
 
 def choice(name: str, value: object, options: Sequence[str]) -> None:
     """Check that a name is one of `options`; raises ArgumentError, which lists them."""
     if not isinstance(value, str) or value not in options:
-        raise ArgumentError(f"{name}={value!r} is none of {', '.join(map(repr, options))}")
+        raise ArgumentError(f"{name}={brief(value)} is none of {', '.join(map(repr, options))}")
 
 
 def _integer(value: object) -> int | None:
@@ -104,7 +119,7 @@ def parse_bytes(size: int | str, name: str = "") -> int:
         pattern = r"\s*([0-9]{1,20})(?:\.([0-9]{1,20}))?\s*([A-Za-z]*)\s*"
         match = re.fullmatch(pattern, size) if isinstance(size, str) else None
         if match is None or match[3].lower() not in _UNITS:
-            text = f"{name}={size!r}" if name else f"{size!r}"
+            text = f"{name}={brief(size)}" if name else brief(size)
             raise ArgumentError(f"{text} is not a size: write bytes as an int, or e.g. '4 KiB'")
         # Exact, as a float would not be from 2^53 on.
         decimals = match[2] or ""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp.config import SIZE_MAX, integer
+from flashwarp.config import SIZE_MAX, brief, integer
 from flashwarp.errors import ArgumentError, DtypeError
 
 __all__ = ["check_dtype", "check_shape"]
@@ -22,7 +22,7 @@ def check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     try:
         result = np.dtype(dtype)
     except Exception as error:  # numpy parses texts, and raises SyntaxError and others
-        raise DtypeError(f"{dtype!r} is not a dtype") from error
+        raise DtypeError(f"{brief(dtype)} is not a dtype") from error
     if result.hasobject:
         raise DtypeError(
             f"dtype {result} holds Python objects, whose bytes mean nothing in a file: "
@@ -46,18 +46,20 @@ def check_shape(shape: int | Sequence[int], itemsize: int) -> tuple[int, ...]:
     """
     lengths: Any = shape if np.iterable(shape) else (shape,)
     if isinstance(lengths, str | bytes | bytearray | Mapping | Set):
-        raise ArgumentError(f"shape={shape!r} is neither an integer nor a sequence of integers")
+        raise ArgumentError(
+            f"shape={brief(shape)} is neither an integer nor a sequence of integers"
+        )
     try:
         result = tuple(integer("length", n) for n in lengths)
     except ArgumentError as error:
-        raise ArgumentError(f"shape={shape!r}: {error}") from None
+        raise ArgumentError(f"shape={brief(shape)}: {error}") from None
     if any(n < 0 for n in result):
-        raise ArgumentError(f"shape={shape!r} has a negative length")
+        raise ArgumentError(f"shape={brief(shape)} has a negative length")
     try:
         np.empty((0,) * len(result))
     except ValueError as error:
         raise ArgumentError(f"a shape of {len(result)} axes: {error}") from error
     nbytes = math.prod(n for n in result if n) * itemsize
     if nbytes > SIZE_MAX:
-        raise ArgumentError(f"shape={shape!r} makes {nbytes} bytes, more than {SIZE_MAX}")
+        raise ArgumentError(f"shape={brief(shape)} makes {nbytes} bytes, more than {SIZE_MAX}")
     return result

@@ -495,6 +495,7 @@ def test_neighbour_that_cannot_be_written_back_fails_the_read_that_needs_its_fra
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:.*the file is sparse")
 def test_disk_full_while_in_use(small_disk: Path) -> None:
     x = fw.create(
         small_disk / "x.npy", "u4", (1024, 1024), device="cpu", cache="8 MiB", o_direct=False
@@ -512,6 +513,7 @@ def test_disk_full_while_in_use(small_disk: Path) -> None:
     assert (np.load(small_disk / "x.npy", mmap_mode="r")[:200] == 5).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*the file is sparse")
 def test_error_at_close_is_raised_and_all_is_released(small_disk: Path) -> None:
     x = fw.create(
         small_disk / "x.npy", "u4", (1024, 1024), device="cpu", cache="8 MiB", o_direct=False

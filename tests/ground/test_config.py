@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import flashwarp as fw
 from flashwarp import config, device
 from flashwarp.config import parse_bytes
-from flashwarp.errors import ArgumentError
+from flashwarp.errors import ArgumentError, FlashwarpError
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,30 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert (held.timeout_s, held.look_ahead) == (2.5, 32)
     assert held.async_calls == config.Config().async_calls
+
+
+@pytest.mark.parametrize(
+    "value", [bytes(1 << 22), "x" * (1 << 22), list(range(1 << 18)), {"x": "y" * 9999}]
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda value: fw.open(value, device="cpu"),
+        lambda value: fw.create(value, "f4", 3, device="cpu"),
+        lambda value: fw.Checkpointer(value, "cpu", "1 MiB", "1 MiB"),
+        lambda value: fw.open(__file__, value, device="cpu"),
+        lambda value: fw.open(__file__, dtype=value, device="cpu"),
+        lambda value: fw.open(__file__, dtype="u1", device="cpu", cache=value),
+        lambda value: config.integer("rows", value),
+        lambda value: config.number("scale", value, 0, 1),
+        lambda value: config.flag("overwrite", value),
+    ],
+)
+def test_large_value_is_not_printed(call: Callable[[Any], object], value: Any) -> None:
+    """The contents of a file, given as its path, were printed: 160 MB of escapes for 40 MB."""
+    with pytest.raises(FlashwarpError) as caught:
+        call(value)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from flashwarp.errors import (
     ReadOnlyError,
 )
 from flashwarp.explanation import Explanation
+from flashwarp.storage import files
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class Checkpointer(endings.Closing):
     ) -> None:
         endings.check_not_ended()
         self.settings = Settings.of(config)
-        self.path = os.fspath(path)
+        self.path = files.check_name(path)
         self.rank = rank_of_process(rank)
         cache_bytes = parse_bytes(gpu_memory, "gpu_memory"), parse_bytes(host_memory, "host_memory")
         make = partial(self._make, resolve(device), cache_bytes, remote)

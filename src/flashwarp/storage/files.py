@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeVar
 
 from flashwarp import _native
+from flashwarp.config import brief
 from flashwarp.errors import (
     ArgumentError,
     ExistingFileError,
@@ -37,18 +38,29 @@ _LEASE_WAIT_S = 60.0
 _LEASE_POLL_S = 0.005
 
 
+# Of Linux, with the null byte at the end.
+_PATH_MAX = 4096
+
+
 def check_name(path: object) -> str:
     """Return the name of a file as text, or raise ArgumentError for what names none."""
     if not isinstance(path, str | bytes | os.PathLike):
-        raise ArgumentError(f"{path!r} is not a path: {_instead(path)}")
+        raise ArgumentError(f"{brief(path)} is not a path: {_instead(path)}")
     try:
         name = os.fsdecode(path)
     except TypeError as error:
-        raise ArgumentError(f"{path!r} is not a path: {error}") from error
+        raise ArgumentError(f"{brief(path)} is not a path: {error}") from error
     if not name:
         raise ArgumentError("the path is empty")
     if "\0" in name:
-        raise ArgumentError(f"the path {name!r} contains a null byte, which no file name can")
+        raise ArgumentError(
+            f"the path {brief(name)} contains a null byte, which no file name can: for memory give "
+            "a storage.Memory"
+        )
+    if len(name) >= _PATH_MAX:
+        raise PathError(
+            errno.ENAMETOOLONG, f"a path of {len(name)} characters: none is so long", name[:100]
+        )
     try:
         name.encode()
     except UnicodeEncodeError as error:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from flashwarp.config import SIZE_MAX
+from flashwarp.config import SIZE_MAX, brief
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.storage import containers, files
 
@@ -274,5 +274,7 @@ def _integers(found: object, what: str) -> tuple[int, ...]:
 
 
 def _short(found: object) -> str:
-    text = str(found) if isinstance(found, Exception) else repr(found)
+    if not isinstance(found, Exception):
+        return brief(found)
+    text = str(found)
     return text if len(text) <= 200 else f"{text[:200]}..."
