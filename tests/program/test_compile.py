@@ -115,6 +115,35 @@ def test_compile_error_names_the_users_line(device: CpuDevice) -> None:
     assert "mistake" in caught.value.log
 
 
+@pytest.mark.parametrize(
+    ("body", "hint"),
+    [
+        ("FW_KERNEL k(fw::array<float> x) { x[0] = 1; }", r"store with x\.store\(i, value\)"),
+        ("__global__ void k(fw::array<float> x) { }", r"begins with FW_KERNEL name\(\.\.\.\)"),
+        ("FW_KERNEL k(fw::array<float> x) { int i = threadIdx.x; }", r"fw::base::thread_index\(\)"),
+        ("FW_KERNEL k(fw::file x) { }", 'needs #include "flashwarp/file.cuh"'),
+    ],
+)
+def test_mistake_of_those_who_know_cuda_has_a_hint(body: str, hint: str) -> None:
+    with pytest.raises(CompileError, match=f"hint: .*{hint}"):
+        fw.compile(f'#include "flashwarp/array.cuh"\n{body}', device="cpu")
+
+
+def test_forgotten_include_is_named() -> None:
+    with pytest.raises(CompileError, match=r'hint: the source needs #include "flashwarp/array'):
+        fw.compile("FW_KERNEL k(fw::array<float> x) { }", device="cpu")
+
+
+def test_message_has_no_lines_of_our_headers() -> None:
+    source = """#include "flashwarp/array.cuh"
+    struct record { ~record() {} };
+    FW_KERNEL k(fw::array<record> x) { x[0]; }"""
+    with pytest.raises(CompileError, match="elements are moved as bytes") as caught:
+        fw.compile(source, device="cpu")
+    assert fw.get_include() not in str(caught.value)
+    assert fw.get_include() in caught.value.log
+
+
 def test_compile_error_of_a_file_names_it(tmp_path: Path, device: CpuDevice) -> None:
     path = tmp_path / "kernel.cu"
     path.write_text('#include "flashwarp/array.cuh"\n#include "absent.cuh"\n')

@@ -26,6 +26,7 @@ from flashwarp.errors import ArgumentError, CompileError
 from flashwarp.launch.order import in_order
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 from flashwarp.program.arguments import Launch, accesses_of, parse_signature
+from flashwarp.program.hints import explained
 from flashwarp.storage import files
 
 _WARPS_MAX = (1 << 31) - 1
@@ -101,16 +102,15 @@ def compile(  # noqa: A001 - the module's one verb
     """
     where = devices.resolve(device)
     chosen = resolve_policy(policy)
-    loaded = where.load_program(
-        _source(source).behind(chosen),
-        include_dirs=[Path(files.check_name(folder)) for folder in _listed(include_dirs)],
-        options=(
-            *chosen.options,
-            *_define_options(defines),
-            *_strings("options", options),
-        ),
-        debug=debug,
-    )
+    written = _source(source)
+    folders = [Path(files.check_name(folder)) for folder in _listed(include_dirs)]
+    every = (*chosen.options, *_define_options(defines), *_strings("options", options))
+    try:
+        loaded = where.load_program(
+            written.behind(chosen), include_dirs=folders, options=every, debug=debug
+        )
+    except CompileError as error:
+        raise explained(error, written.text.decode(errors="replace")) from None
     return Program(where, loaded, chosen)
 
 
