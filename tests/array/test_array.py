@@ -12,7 +12,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +305,40 @@ def test_arrays_that_are_each_others_operands_do_not_wait_for_each_other(tmp_pat
         for thread in threads:
             thread.join(60)
         assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x + 1,
+        lambda x: 2.0 * x,
+        lambda x: x - x,
+        lambda x: x / 3,
+        lambda x: x < 3,
+        lambda x: x.mean(),
+        lambda x: x.astype("f8"),
+        lambda x: x.T,
+    ],
+)
+def test_what_only_memory_can_do_names_the_way(tmp_path: Path, use: Callable[[Any], Any]) -> None:
+    np.save(tmp_path / "x.npy", np.ones((3, 2)))
+    with fw.open(tmp_path / "x.npy", device="cpu") as x:
+        with pytest.raises((TypeError, AttributeError), match=r"x\[a:b\].*numpy.asarray.*kernel"):
+            use(x)
+        assert not hasattr(x, "mean")
+        with pytest.raises(AttributeError, match="no attribute 'meen'$"):
+            _ = x.meen
+
+
+def test_arithmetic_with_arrays_of_numpy_reads_all(tmp_path: Path) -> None:
+    values = np.arange(6.0).reshape(3, 2)
+    np.save(tmp_path / "x.npy", values)
+    with fw.open(tmp_path / "x.npy", device="cpu") as x:
+        for found, wanted in (
+            (values + x, 2 * values),
+            (x - values, 0 * values),
+            (x < values + 1, values > -1),
+            (x @ values.T, values @ values.T),
+            (np.float64(2) * x, 2 * values),
+        ):
+            np.testing.assert_array_equal(found, wanted)

@@ -574,7 +574,7 @@ class Array(Protocols):
     def __getattr__(self, name: str) -> Any:
         # Until an unpickled array is opened, it has only what `_unopened` gives it.
         if name.startswith("__") or "_attachment" in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise self._no_member(name)
         endings.uninterrupted(functools.partial(reopen, self))
         return getattr(self, name)
 

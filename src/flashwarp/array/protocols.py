@@ -15,6 +15,8 @@ from flashwarp.array.keys import rows_at_once
 from flashwarp.errors import ArgumentError, FlashwarpError
 from flashwarp.launch.rows import RowFormat
 
+_INSTEAD = "take rows, x[a:b], or all, numpy.asarray(x), or compute in a kernel"
+
 
 class Protocols(endings.Closing):
     """The base of `Array` that has no state: lengths, iteration, copies in memory, and tables."""
@@ -128,6 +130,21 @@ class Protocols(endings.Closing):
             [slice(i, i + step) for i in range(0, len(self), step)] if self._format.shape else [...]
         )
         return any(bool(np.any(self[key] == item)) for key in keys)
+
+    def _no_arithmetic(self, other: object) -> Any:
+        """Refuse what numpy would compute; with its own arrays it does, by `__array__`."""
+        if isinstance(other, Protocols) or type(other) in (bool, int, float, complex):
+            raise TypeError(f"an array in a storage has no arithmetic: {_INSTEAD}")
+        return NotImplemented
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _no_arithmetic
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = _no_arithmetic
+    __pow__ = __and__ = __or__ = __lt__ = __le__ = __gt__ = __ge__ = _no_arithmetic
+
+    def _no_member(self, name: str) -> AttributeError:
+        known = not name.startswith("_") and hasattr(np.ndarray, name)
+        hint = f", unlike one in memory: {_INSTEAD}" if known else ""
+        return AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __bool__(self) -> bool:
         """Raise ArgumentError: numpy's truth value would need all elements."""
