@@ -26,14 +26,14 @@ from flashwarp.checkpoint.lookup import Lookup
 from flashwarp.checkpoint.protected import RegionSet
 from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.report import CheckpointStats
-from flashwarp.checkpoint.restoring import Restore, Restorer
+from flashwarp.checkpoint.restarts import Restarts
 from flashwarp.checkpoint.settings import Settings
+from flashwarp.checkpoint.sizes import cache_bytes
 from flashwarp.checkpoint.stager import Stager
 from flashwarp.checkpoint.storing import Removal
 from flashwarp.checkpoint.system import System
-from flashwarp.checkpoint.targets import give, targets_of
 from flashwarp.checkpoint.tier import Entry, Key
-from flashwarp.config import SIZE_MAX, choice, flag, integer, number, parse_bytes
+from flashwarp.config import SIZE_MAX, choice, flag, integer, number
 from flashwarp.device import Device, resolve
 from flashwarp.errors import (
     ArgumentError,
@@ -62,9 +62,10 @@ class Checkpointer(endings.Closing):
     device : Device, str or torch.device, optional
         Where the arrays are. Default: "cuda:0" if a GPU works, else "cpu". On the CPU, the GPU
         cache is host memory.
-    gpu_memory, host_memory : int or str
+    gpu_memory, host_memory : int or str, optional
         Bytes of the two caches; 0: none. Both are allocated once; host memory is pinned in the
-        background, and used while it grows.
+        background, and used while it grows. Default: 4 GiB and 32 GiB, at most an eighth of the
+        free memory of the GPU and half of that of the host; less on the CPU.
     remote : path-like, str, Catalog, optional
         A second store: a folder of a parallel file system, a URL such as ``"s3://bucket/run"``, or
         `flashwarp.torch.Partners`. Versions go there once they are durable in `path`, and come
@@ -73,13 +74,17 @@ class Checkpointer(endings.Closing):
         Which of several processes this one is. Default: the environment's ``RANK``, or 0.
     config : Settings or dict, optional
         See `Settings`.
+    keep_last : int, optional
+        Once a version is durable, older ones of its name are discarded but for so many, counting
+        it. One stays while it is restored or uploaded, and while no newer one is in `remote`.
+        Default: all stay.
 
     Raises
     ------
     LockedError
         If another process uses this path with this rank.
     PathError, DeviceOutOfMemory, ArgumentError
-        If the folder cannot be used, or a cache cannot be allocated.
+        If the folder cannot be used, or a cache is larger than the free memory.
 
     Notes
     -----
@@ -115,18 +120,22 @@ class Checkpointer(endings.Closing):
         self,
         path: str | os.PathLike[str],
         device: object = None,
-        gpu_memory: int | str = "4 GiB",
-        host_memory: int | str = "32 GiB",
+        gpu_memory: int | str | None = None,
+        host_memory: int | str | None = None,
         remote: str | os.PathLike[str] | Catalog | None = None,
         rank: int | None = None,
         config: Settings | Mapping[str, object] | None = None,
+        *,
+        keep_last: int | None = None,
     ) -> None:
         endings.check_not_ended()
         self.settings = Settings.of(config)
         self.path = files.check_name(path)
         self.rank = rank_of_process(rank)
-        cache_bytes = parse_bytes(gpu_memory, "gpu_memory"), parse_bytes(host_memory, "host_memory")
-        make = partial(self._make, resolve(device), cache_bytes, remote)
+        keep = None if keep_last is None else integer("keep_last", keep_last, 1, SIZE_MAX)
+        place = resolve(device)
+        caches = cache_bytes(place, gpu_memory, host_memory)
+        make = partial(self._make, place, caches, remote, keep)
         # As a whole: a signal would leave threads and the lock of the rank to nobody. But the wait
         # for other ranks can be interrupted.
         if self.settings.votes is None:
@@ -137,16 +146,19 @@ class Checkpointer(endings.Closing):
     def _make(
         self,
         device: Device,
-        cache_bytes: tuple[int, int],
+        caches: tuple[int, int],
         remote: str | os.PathLike[str] | Catalog | None,
+        keep_last: int | None,
     ) -> None:
-        self._system = System(self.path, device, cache_bytes, remote, self.rank, self.settings)
+        self._system = System(
+            self.path, device, caches, remote, self.rank, self.settings, keep_last
+        )
         self.device = self._system.device
         self._core = self._system.core
         self._regions = RegionSet(self.device)
-        self._restorer = Restorer(self._core, self._system.storing)
         self._stager = Stager(self._core, self._system.storing)
         self._lookup = Lookup(self._core, self._system)
+        self._restarts = Restarts(self._system, self._lookup, self._stager, self._regions)
         self._durability = Durability(self._core, self.path, self._system.remote)
         self._held = endings.Holder(self)
         endings.remember(self._held)
@@ -237,6 +249,8 @@ class Checkpointer(endings.Closing):
             raise ReadOnlyError("the checkpointer was opened with read_only: open a writable one")
         self._lookup.know(name)
         sources = self._collect(only)
+        if self._restarts.has_passed(key):
+            self.discard(version, name)
         entry = Entry(key, tuple(source.region for source in sources), identity_of())
         saved = Saved(str(entry))
         try:
@@ -311,20 +325,10 @@ class Checkpointer(endings.Closing):
             )
         self._lookup.know(name)
         core = self._core
+        found = self._lookup.to_wait_for(name, version, tier)
         with core.locked():
             core.check_usable()
-            numbers = core.versions(name) if version is None else [version]
-            found = {key: self._lookup.entry(key) for key in (self._key(name, n) for n in numbers)}
-        for key in [key for key, entry in found.items() if entry is None]:
-            # Only the folder or the remote store has it. Of the folder's, the remote may have
-            # another one, and of the remote's, the folder has none.
-            if tier == "remote":
-                found[key] = self._system.load_here(key)
-            elif version is not None:
-                found[key] = self._lookup.load(key)
-        with core.locked():
-            core.check_usable()
-            self._durability.wait([each for each in found.values() if each], tier, timeout_s)
+            self._durability.wait(found, tier, timeout_s)
 
     # Looking.
 
@@ -398,32 +402,32 @@ class Checkpointer(endings.Closing):
             If the version cannot be read. A note of the error says which arrays are filled, and the
             contents of which are undefined.
         """
-        began_ns = time.monotonic_ns()
-        self._lookup.know(name)
-        entry = self._lookup.load(self._key(name, version))
-        targets = targets_of(entry, only, dict(into or {}), self._regions, self.device)
-        core, restore = self._core, Restore(entry)
-        try:
-            with core.locked():
-                core.check_usable()
-                self._restorer.begin(restore)
-            arrays = [target for target, _ in targets]
-            pending = self._restorer.read(restore, arrays)
-            self._stager.settle(pending, arrays, partial(self._end_restart, restore))
-        except BaseException:
-            with core.locked():
-                self._restorer.end(restore, done=False)
-            raise
-        with core.locked():
-            core.counts["restart_bytes"] += sum(target.region.nbytes for target, _ in targets)
-            core.counts["restart_ns"] += time.monotonic_ns() - began_ns
-        return give(targets, self._regions)
+        return self._restarts.restart(self._key(name, version), only, into)
 
-    def _end_restart(self, restore: Restore, done: bool) -> None:
-        with self._core.locked():
-            self._restorer.end(restore, done=done)
-        if done and self.settings.discard_consumed:
-            endings.uninterrupted(partial(self._system.discard, restore.entry))
+    def restart_latest(
+        self,
+        name: str = "default",
+        only: Iterable[str] | None = None,
+        into: Mapping[str, object] | None = None,
+    ) -> int | None:
+        """Restore the newest version that is whole; return its number, or None if there is none.
+
+        All bytes of a version are checked before the first array changes. Damaged versions are
+        passed by, with a warning each; a `checkpoint` of their numbers takes their place.
+
+        Parameters
+        ----------
+        name : str
+            Of the history.
+        only, into
+            As for `restart`, which says what it raises.
+
+        Raises
+        ------
+        CheckpointError
+            If there are versions, and none can be read. Nothing was changed.
+        """
+        return self._restarts.latest(name, only, into)
 
     # Hints.
 

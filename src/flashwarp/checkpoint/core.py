@@ -14,6 +14,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -110,6 +111,8 @@ class Core:
         self.started = False
         self.storage_reads: set[object] = set()
         """Prefetches and restores that read storage."""
+        # Versions that a call restores: pruning leaves them.
+        self.restoring: Counter[Key] = Counter()
         self.closing = False
         self.closed = False
         self._pid = os.getpid()
@@ -467,6 +470,26 @@ class Core:
             or any(each in tier.lives for tier in self.tiers)
         }
         return key == self.fetching or any(entry.key == key for entry in self._leaving)
+
+    @contextmanager
+    def kept(self, key: Key) -> Iterator[None]:
+        """Keep a version from being pruned during a call that restores it."""
+        with self.locked():
+            self.restoring[key] += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.restoring[key] -= 1
+
+    def is_restored(self, key: Key) -> bool:
+        """Return whether a restore of a version is under way; called under the lock."""
+        entry = self.entries.get(key)
+        return self.restoring[key] > 0 or any(
+            Fact.READING in tier.lives[entry].facts
+            for tier in self.tiers
+            if entry is not None and entry in tier.lives
+        )
 
     # Counting.
 

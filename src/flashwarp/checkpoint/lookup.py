@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from flashwarp.checkpoint.core import Core
+from flashwarp.checkpoint.directory.names import check_version
 from flashwarp.checkpoint.system import System
 from flashwarp.checkpoint.tier import Entry, Key
 from flashwarp.errors import FlashwarpError, MissingVersionError
@@ -46,6 +47,23 @@ class Lookup:
             return self._system.load(key)
         except MissingVersionError:
             raise self.missing(key) from None
+
+    def to_wait_for(self, name: str, version: int | None, tier: str) -> list[Entry]:
+        """Return a version, or all of a name, as far as they may not be durable in a tier yet."""
+        core = self._core
+        with core.locked():
+            core.check_usable()
+            numbers = core.versions(name) if version is None else [version]
+            keys = [(name, check_version(number)) for number in numbers]
+            found = {key: self.entry(key) for key in keys}
+        for key in [key for key, entry in found.items() if entry is None]:
+            # Only the folder or the remote store has it. Of the folder's, the remote may have
+            # another one, and of the remote's, the folder has none.
+            if tier == "remote":
+                found[key] = self._system.load_here(key)
+            elif version is not None:
+                found[key] = self.load(key)
+        return [each for each in found.values() if each]
 
     def newest(self, name: str, limit: int, *, verify: bool) -> int | None:
         """Return the newest version up to a limit that is not damaged, or None.

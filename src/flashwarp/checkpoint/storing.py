@@ -50,6 +50,8 @@ class Storing:
         self._directory = directory
         self._commits = commits
         self._remote = remote
+        # Called under the lock with each version that has become durable.
+        self.durable: Callable[[Entry], None] = lambda _: None
         self._fetching = endings.Lock()
         # What was fetched appears before its removal, which then removes it, or not at all.
         self._publishing = endings.Lock()
@@ -257,6 +259,7 @@ class Storing:
                 core.counts["stored_bytes"] += entry.data_bytes
                 if core.uploads:
                     core.queues["remote"].append(entry)
+                core.whole(partial(self.durable, entry))
             core.wake()
         if discarded:
             forget_stored(self._directory, *entry.key)

@@ -54,8 +54,10 @@ class System:
         remote: str | os.PathLike[str] | Catalog | None,
         rank: int,
         settings: Settings,
+        keep_last: int | None = None,
     ) -> None:
         self.device = device
+        self._keep_last = keep_last
         self._settings = settings
         # Released in reverse. Each may be called twice.
         self._closers: list[Callable[[], object]] = []
@@ -77,6 +79,7 @@ class System:
             self.core.uploads = self.remote is not None
             self.commits = self._join(rank)
             self.storing = Storing(self.core, self.directory, self.commits, self.remote)
+            self.storing.durable = self._prune
             self._make_tiers(cache_bytes)
             self._start()
         except BaseException:
@@ -440,6 +443,25 @@ class System:
             core.busy[entry] += 1
             core.wake("look")
         return removal, core.futures.pop(entry, None)
+
+    def _prune(self, newest: Entry) -> None:
+        """Discard what a durable version has made superfluous; called under the lock.
+
+        Versions of larger numbers are of a run that this one has gone back behind: they stay.
+        """
+        if self._keep_last is None:
+            return
+        core, (name, version) = self.core, newest.key
+        older = sorted(each for each in core.listed[name] if each <= version)[: -self._keep_last]
+        if self.remote is not None:
+            # The newest that the remote store has stays until it has a newer one.
+            there = [each for each in core.listed[name] if (name, each) in core.in_remote]
+            older = [each for each in older if each < max(there, default=0)]
+        for key in ((name, each) for each in older):
+            if not core.is_restored(key):
+                entry = core.entries.get(key) or Entry(key, (), stored=True)
+                if entry is not core.uploading:
+                    self._retire(entry)
 
     def _next_removal(self) -> Callable[[], None] | None:
         """Return the removal of all that waits, which lets reads of storage go first for a while.

@@ -34,8 +34,8 @@ _USED = {
     "mode": "async",
     "max_versions": "0",
     "persistent_interval": "0",
-    "gpu_memory": "4 GiB",
-    "host_memory": "32 GiB",
+    "gpu_memory": "",
+    "host_memory": "",
     "device": "",
 }
 # Keys whose work is done in another way here, or not at all: read, and logged where they are set.
@@ -149,8 +149,8 @@ class Client(Closing):
         self.checkpointer = Checkpointer(
             found["scratch"],
             found["device"] or None,
-            found["gpu_memory"],
-            found["host_memory"],
+            found["gpu_memory"] or None,
+            found["host_memory"] or None,
             remote or None,
             id,
         )

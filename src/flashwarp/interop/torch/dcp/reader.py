@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 from pathlib import Path
@@ -16,6 +17,8 @@ from flashwarp.errors import DamagedVersionError
 from flashwarp.interop.torch.dcp.checksums import Item, check_item, find
 from flashwarp.interop.torch.dcp.relied import check_torch
 from flashwarp.storage import files
+
+_log = logging.getLogger(__name__)
 
 
 class Reader(FileSystemReader):  # type: ignore[misc]
@@ -38,8 +41,8 @@ class Reader(FileSystemReader):  # type: ignore[misc]
     Notes
     -----
     What is damaged raises torch's ``CheckpointException`` around a `DamagedVersionError`, or, for
-    the metadata file, around torch's ``AssertionError`` with its text. An item is read into memory
-    as a whole, as torch's own reader does.
+    the metadata file, around torch's ``AssertionError`` with its text (torch before 2.13: without;
+    the text is logged). An item is read into memory as a whole, as torch's own reader does.
 
     Examples
     --------
@@ -75,6 +78,8 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             content, checksums = find(Path(self.path), kwargs.get("rank"))
         except DamagedVersionError as error:
             self._damage = error
+            # Before 2.13, torch says no more than that there is no metadata.
+            _log.error("%s cannot be loaded: %s", self.path, error)
             raise
         self._items = {
             (name, item.offset): item for name, items in checksums.files.items() for item in items
