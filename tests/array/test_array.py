@@ -326,7 +326,7 @@ def test_what_only_memory_can_do_names_the_way(tmp_path: Path, use: Callable[[An
         with pytest.raises((TypeError, AttributeError), match=r"x\[a:b\].*numpy.asarray.*kernel"):
             use(x)
         assert not hasattr(x, "mean")
-        with pytest.raises(AttributeError, match="no attribute 'meen'$"):
+        with pytest.raises(AttributeError, match=r"no attribute 'meen'$"):
             _ = x.meen
 
 

@@ -484,6 +484,7 @@ def test_arrays_store_each_other_from_two_threads() -> None:
         assert not any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.filterwarnings("ignore:.*the file is sparse")
 @pytest.mark.parametrize(
     "read",
     [

@@ -108,6 +108,16 @@ def test_read_only_array_is_pickled_as_how_to_open_it(path: Path, device: CpuDev
     again.close()
 
 
+def test_deep_copy_of_a_read_only_array_opens_its_path_again(path: Path) -> None:
+    with fw.open(path, device="cpu") as x:
+        copied = copy.deepcopy({"table": x})["table"]
+        with pytest.raises(CopyError):
+            copy.copy(x)
+    assert repr(copied).startswith("<unopened")
+    with copied:
+        assert copied[1].tolist() == [1] * 4
+
+
 def test_pickled_array_has_its_path_and_a_cache_of_its_own(
     path: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -407,6 +408,29 @@ def test_what_is_no_table_is_refused(tmp_path):
         fw.torch.Embedding(1000)
     with pytest.raises(MissingFileError):
         fw.torch.Embedding(tmp_path / "absent.npy", device="cpu")
+
+
+@pytest.mark.parametrize("act", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_read_only_table_is_copied_as_how_to_open_it(tmp_path: Path, act: Any) -> None:
+    np.save(tmp_path / "t.npy", np.arange(12, dtype="f4").reshape(6, 2))
+    np.save(tmp_path / "scales.npy", np.full((6, 1), 2, "f4"))
+    ids = torch.tensor([3, 0])
+    with (
+        fw.torch.Embedding(
+            tmp_path / "t.npy", scales=tmp_path / "scales.npy", padding_idx=1, device="cpu"
+        ) as rows,
+        fw.torch.EmbeddingBag(tmp_path / "t.npy", mode="sum", device="cpu") as bags,
+    ):
+        expected = rows(ids), bags(ids[None])
+        copied = act(torch.nn.ModuleList([rows, bags]).eval())
+
+    assert not copied[0].training
+    assert (copied[0].padding_idx, copied[1].mode) == (1, "sum")
+    assert torch.equal(copied[0](ids), expected[0])
+    assert torch.equal(copied[1](ids[None]), expected[1])
+    for each in copied:
+        each.close()
+        assert each.array.closed
 
 
 @pytest.mark.parametrize("act", [copy.deepcopy, copy.copy, pickle.dumps])

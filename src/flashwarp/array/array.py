@@ -7,6 +7,7 @@ This is what a user holds. Its calls check their operands (`operands`) and launc
 from __future__ import annotations
 
 import functools
+import pickle
 import warnings
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -59,8 +60,8 @@ class Array(Protocols):
     and ``x[...] = v`` the last one.
 
     If an array is open when the interpreter ends, it is flushed and closed then. A read-only array
-    that was opened from a path can be pickled: the other process opens the path again, with the
-    same settings, when it first uses the array. Copying any array, or pickling another one, raises
+    that was opened from a path can be pickled and deep-copied: who gets it opens the path again,
+    with the same settings, when the array is first used. Copying or pickling another array raises
     CopyError. A forked child opens such an array again, too, if it is on the CPU device; there,
     calls of any other inherited array raise ForkError.
 
@@ -562,6 +563,14 @@ class Array(Protocols):
             attachment.close_lost()
 
     # Pickling.
+
+    def __deepcopy__(self, memo: object) -> Array:
+        try:
+            recipe = pickle.dumps(self)
+        except CopyError:
+            return super().__deepcopy__(memo)
+        copied: Array = pickle.loads(recipe)
+        return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         if self._recipe is None:

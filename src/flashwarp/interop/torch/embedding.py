@@ -90,6 +90,12 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
             if stored is None and opening.get("tensor") is not None:
                 stored = _TYPES.get(safetensors.find(table, opening["tensor"]).dtype)
             self.stored = _stored(array, stored)
+            # For copies in other processes, and deep ones: what the array does not say.
+            self._options: dict[str, Any] = {
+                "scale_block": scale_block, "stored_scales": stored_scales,
+                "global_scale": global_scale, "global_divisor": global_divisor, "rows": rows,
+                "dim": dim, "dtype": dtype, "stored": self.stored, "padding_idx": padding_idx,
+            }  # fmt: skip
             number = NUMBERS[self.stored]
             self.embedding_dim = _dim(dim, width * array.dtype.itemsize * 8 // number.bits)
             self.dtype = self._result(dtype)
@@ -211,11 +217,22 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
             if name in self.__dict__:
                 self.__dict__[name].close()
 
-    def __getstate__(self) -> object:
-        """Refuse copies and pickles."""
-        raise CopyError(
-            f"a module over {self.array!r} cannot be copied or pickled: save the state_dict of the "
-            "model, which has no rows, and open the table again where you need it"
+    def __copy__(self) -> Self:
+        raise self._not_copied("two modules would close one array")
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """Say how to open a read-only table again, in another process or for a deep copy."""
+        if self.array._recipe is None or self.array.writable:
+            raise self._not_copied("only a read-only table that was opened from a path is")
+        if type(self) not in (Embedding, EmbeddingBag):
+            raise self._not_copied("a class of yours may have more than its table")
+        options = {**self._options, "scales": self.scales}
+        return _opened_again, (type(self), self.array, options, self.training)
+
+    def _not_copied(self, why: str) -> CopyError:
+        return CopyError(
+            f"a module over {self.array!r} cannot be copied or pickled ({why}): save the "
+            "state_dict of the model, which has no rows, and open the table again where you need it"
         )
 
     def __enter__(self) -> Self:
@@ -293,7 +310,9 @@ class Embedding(_TableModule):
     Notes
     -----
     A module has no parameters, and `state_dict` no rows: those stay in the storage. Methods may be
-    called by several threads, as those of the array. Copies and pickles raise CopyError.
+    called by several threads, as those of the array. A module over a read-only array that was
+    opened from a path can be deep-copied and pickled: the copy opens the path again, and closes it.
+    Other copies raise CopyError. Hooks are not copied.
 
     If the array is writable and gradients are recorded, the result requires a gradient. Rows of a
     read-only array never do. `requires_grad_` chooses otherwise.
@@ -392,6 +411,7 @@ class EmbeddingBag(_TableModule):
         super().__init__(table, last_offset=last, **options)
         self.mode = mode
         self.include_last_offset = last
+        self._options |= {"mode": mode, "include_last_offset": last}
 
     def forward(
         self,
@@ -432,6 +452,16 @@ class EmbeddingBag(_TableModule):
                 *(input, offsets, per_sample_weights),
             )
         return look_up(self._lookup, input, offsets, per_sample_weights)
+
+
+def _opened_again(
+    kind: type[_TableModule], array: Array, options: dict[str, Any], training: bool
+) -> _TableModule:
+    """Make a module that came by a pickle, or is a deep copy; it owns its arrays."""
+    made = kind(array, **options)
+    made._opened += [each for each in (array, options["scales"]) if isinstance(each, Array)]
+    made.train(training)
+    return made
 
 
 # Checks.
