@@ -267,6 +267,23 @@ def test_frozen_tables_serve_training_of_the_rest(model, folder, tokens):
     assert model.head.weight.grad.abs().sum() > 0
 
 
+def test_freezing_a_model_freezes_its_tables(model, folder, tokens):
+    model.train()
+
+    with small(model, folder, "table"):
+        with pytest.raises(ReadOnlyError):
+            model.table(tokens)
+        assert model.requires_grad_(False) is model
+        assert not model.table(tokens).requires_grad
+        assert not model.head.weight.requires_grad
+        model.table.requires_grad_(True)
+        with pytest.raises(ReadOnlyError):
+            model.table(tokens)
+
+    assert "requires_grad_" not in model.__dict__
+    assert model.table.weight.requires_grad
+
+
 # Limits and the report.
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,6 +179,9 @@ class Offloaded(Closing):
             for module in table.modules:
                 del module._parameters["weight"]
                 module.weight = weight
+        for module in model.modules():
+            if _weights_in(module):  # torch freezes `parameters`, which leave the tables out
+                module.requires_grad_ = partial(_requires_grad, module)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -190,8 +194,7 @@ class Offloaded(Closing):
         Save it beside the checkpoint, which has their rows; or fill its tensors, which are those of
         the model, by ``flashwarp.load(files, into=offloaded.rest())``.
         """
-        held = [module.__dict__.get("weight") for module in self._model.modules()]
-        weights = [each for each in held if isinstance(each, TableWeight)]
+        weights = _weights_in(self._model)
         try:
             for each in weights:
                 each.left_out = True
@@ -258,7 +261,24 @@ class Offloaded(Closing):
                 if module.__dict__.get("weight") is weight:
                     del module.weight
                     module.register_parameter("weight", parameter)
+        for module in self._model.modules():
+            own = module.__dict__.get("requires_grad_")
+            if getattr(own, "func", None) is _requires_grad and not _weights_in(module):
+                del module.requires_grad_
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else self._plan.device.name
         return f"Offloaded({list(self.tables)}, {state})"
+
+
+def _weights_in(module: torch.nn.Module) -> list[TableWeight]:
+    held = [each.__dict__.get("weight") for each in module.modules()]
+    return [each for each in held if isinstance(each, TableWeight)]
+
+
+def _requires_grad(module: torch.nn.Module, requires_grad: bool = True) -> torch.nn.Module:
+    """Do as `requires_grad_` of a module does, for its offloaded tables too."""
+    type(module).requires_grad_(module, requires_grad)
+    for weight in _weights_in(module):
+        weight.requires_grad_(requires_grad)
+    return module

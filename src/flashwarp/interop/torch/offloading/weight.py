@@ -179,8 +179,8 @@ class TableWeight:
         if self.requires_grad and self._module.training and torch.is_grad_enabled():
             raise ReadOnlyError(
                 f"{self.name!r} is in training, and reads its rows from a checkpoint, which stays "
-                "as it is: use model.eval(), torch.no_grad(), or set requires_grad of its weight "
-                "to False"
+                "as it is: use model.eval(), torch.no_grad(), or requires_grad_(False) of the "
+                "module or the model"
             )
         found: torch.Tensor
         if torch.compiler.is_compiling():
