@@ -8,11 +8,76 @@ from scipy import io, sparse
 
 from flashwarp import graphs
 from flashwarp.cli.main import main
-from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
+from flashwarp.errors import (
+    ArgumentError,
+    FileFormatError,
+    FlashwarpError,
+    MissingFileError,
+)
 from flashwarp.graphs import Edges, EdgeSource
 from flashwarp.graphs.generate import rmat_chunk
 from flashwarp.graphs.inputs import load
 from support.small_graphs import rows_of, text_graph
+
+# Graphs in memory.
+
+# A directed graph with a loop, an edge twice, and a last vertex without edges.
+ENDS = np.array([[0, 0, 2, 2, 1, 3], [1, 2, 0, 0, 1, 0]])
+ROWS = [[1, 2], [], [0], [0], []]
+REVERSED = [[2, 3], [0], [0], [], []]
+
+
+def matrix(kind):
+    values = np.ones(ENDS.shape[1])
+    return kind((values[[0, 1, 2, 4, 5]], ENDS[:, [0, 1, 2, 4, 5]]), shape=(5, 5))
+
+
+class Data:
+    """What PyG's has of these."""
+
+    edge_index = ENDS
+    num_nodes = 5
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        (ENDS, {"vertices": 5}),
+        (tuple(ENDS.astype("u2")), {"vertices": 5}),
+        (ENDS.tolist(), {"vertices": 5}),
+        (matrix(sparse.coo_matrix), {}),
+        (matrix(sparse.coo_array).tocsr(), {}),
+        (Data(), {}),
+    ],
+)
+def test_graph_in_memory_goes_in_by_one_call(tmp_path, what, options):
+    graph = load(what, tmp_path / "there", **options)
+    assert [list(row) for row in rows_of(graph)] == ROWS
+    back = load(what, tmp_path / "back", reverse=True, **options)
+    assert [list(row) for row in rows_of(back)] == REVERSED
+    both = load(what, tmp_path / "both", symmetric=True, **options)
+    assert both.entries == 6
+    assert repr(graph) == f"CsrGraph({str(tmp_path / 'there')!r}, 5 vertices, 4 entries)"
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "words"),
+    [
+        (np.zeros((3, 4), "i8"), {}, "is no graph"),
+        (7, {}, "is no graph"),
+        ({"a": 1}, {}, "is no graph"),
+        (ENDS / 2, {}, "dtype float64: give integers"),
+        (-ENDS, {}, "an edge has vertex -3"),
+        (ENDS, {"vertices": 3}, "an edge has vertex 3, and there are 3"),
+        ([[0, 1], [1]], {}, "have shapes"),
+        (sparse.coo_array(np.ones((2, 3))), {}, "is no graph"),
+        ("kron:4", {"vertices": 3}, "a file says it itself"),
+    ],
+)
+def test_what_is_no_graph_in_memory(tmp_path, what, options, words):
+    with pytest.raises(FlashwarpError, match=words):
+        load(what, tmp_path, **options)
+
 
 # Generators.
 

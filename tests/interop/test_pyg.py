@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch_geometric", reason="torch_geometric is not installed")
 
 import torch
-from torch_geometric.data import EdgeAttr, TensorAttr
+from torch_geometric.data import Data, EdgeAttr, TensorAttr
 from torch_geometric.loader import NodeLoader
 from torch_geometric.nn import GraphSAGE
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
@@ -24,6 +24,7 @@ from flashwarp.errors import (
     ArgumentError,
     BoundsError,
     CopyError,
+    DtypeError,
     ExistingFileError,
     ReadOnlyError,
 )
@@ -458,3 +459,42 @@ else:
 
 def test_import_says_what_to_install():
     subprocess.run([sys.executable, "-c", ABSENT], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_features_that_numpy_lacks_are_stored_as_integers(tmp_path, dtype):
+    x = torch.randn(6, 4).to(dtype)
+    key = {"group_name": None, "attr_name": "x"}
+    store = fw.pyg.FeatureStore(folder=tmp_path, device="cpu")
+    store.put_tensor(x, **key, index=None)
+
+    for index in (None, slice(1, 3), torch.tensor([5, 0])):
+        got = store.get_tensor(**key, index=index)
+        assert got.dtype is dtype
+        assert torch.equal(got.float(), x[slice(None) if index is None else index].float())
+    assert repr(store) == f"FeatureStore(x: [6, 4] {dtype})"
+    store.close()
+    repr(store)
+    with fw.open(tmp_path / "x.npy", "r+", device="cpu") as array:
+        again = fw.pyg.FeatureStore({"x": array}, stored={"x": dtype})
+        again.put_tensor(torch.ones(2, 4), **key, index=torch.tensor([1, 2]))
+        assert again[None, "x", torch.tensor([2])].float().tolist() == [[1] * 4]
+        with pytest.raises(DtypeError, match="holds no elements"):
+            fw.pyg.FeatureStore({"x": array}, stored={"x": torch.float64})
+
+
+def test_edges_of_pyg_go_in_by_one_call(tmp_path):
+    edges = torch.tensor([[0, 0, 2, 3], [1, 2, 0, 0]])
+    store = fw.pyg.GraphStore(folder=tmp_path / "put")
+    store.put_edge_index(edges, None, "coo", size=(4, 4))
+    made = graphs.load(Data(edge_index=edges, num_nodes=4), tmp_path / "made", reverse=True)
+
+    for each in (store, fw.pyg.GraphStore(made)):
+        row, column, _ = each.coo()
+        assert edges_of(row, column) == edges_of(*edges)
+        assert repr(each) == "GraphStore([4, 4] csc)"
+    with fw.pyg.NeighborSampler(made, (2,), device="cpu") as sampler:
+        assert repr(sampler) == "pyg.NeighborSampler(4 vertices, 4 edges, (2,))"
+        row, _ = sampler._sampler.sample([0]).edge_index
+        assert len(row) == 2
+    repr(sampler)

@@ -66,6 +66,11 @@ class CsrGraph:
     weighted: bool
     labels: NDArray[np.uint32] | None = None
 
+    def __repr__(self) -> str:
+        size = f"{self.vertices} vertices, {self.entries} entries"
+        weighted, labels = self.weighted * ", weighted", ", labels" * (self.labels is not None)
+        return f"CsrGraph({str(self.folder)!r}, {size}{weighted}{labels})"
+
     @classmethod
     def open(cls, folder: str | Path) -> CsrGraph:
         """Open a folder.

@@ -12,6 +12,7 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from flashwarp.graphs.build import MEMORY_BYTES, write_csr
 from flashwarp.graphs.csr import CsrGraph
 from flashwarp.graphs.edges import VERTICES_MAX, Edges, EdgeSource
 from flashwarp.graphs.generate import EDGE_FACTOR, kronecker, uniform
+from flashwarp.graphs.memory import source_in_memory
 
 _GENERATORS = {"kron": kronecker, "urand": uniform}
 _TEXT_BYTES = 16 << 20
@@ -34,7 +36,7 @@ _COMMENT = re.compile(rb"^[^\S\n]*[#%].*$", re.MULTILINE)
 
 
 def load(
-    what: str | Path,
+    what: str | Path | Any,
     folder: str | Path,
     *,
     edge_factor: int = EDGE_FACTOR,
@@ -42,6 +44,8 @@ def load(
     symmetric: bool | None = None,
     by_degree: bool = False,
     memory_bytes: int = MEMORY_BYTES,
+    vertices: int | None = None,
+    reverse: bool = False,
 ) -> CsrGraph:
     r"""Make a graph from `what`, or open it if it is a graph's folder.
 
@@ -51,19 +55,27 @@ def load(
         ``kron:SCALE`` or ``urand:SCALE``; a folder made by this function; or a file: Matrix Market
         (``.mtx``, needs scipy), ``.npz`` as `scipy.sparse.save_npz` writes it, else an edge list:
         text with two vertices a line, counted from 0, and optionally a weight; lines that begin
-        with ``#`` or ``%`` are skipped. Text may be compressed (``.gz``).
+        with ``#`` or ``%`` are skipped. Text may be compressed (``.gz``). Or a graph in memory: its
+        edges as an array or tensor of shape ``(2, count)``, sources first; a sparse matrix of
+        scipy; or a ``Data`` of PyG, with its ``edge_weight``.
     folder : str or Path
         Where its files go; not used if `what` is a folder, unless `by_degree` orders its graph.
     edge_factor, seed : int
         For generated graphs: edges drawn for each vertex, and the seed of the random stream.
     symmetric : bool, optional
         Store the edges of a file in both directions (True), or as they are (False). Default: both
-        for an edge list; a matrix must have them. Generated graphs always are.
+        for an edge list, as they are for a graph in memory; a matrix in a file must have them.
+        Generated graphs always are.
     by_degree : bool
         Number the vertices by falling degree, so that searches read less from a file; see
         `graphs.by_degree`. Takes twice the time and, meanwhile, twice the disk.
     memory_bytes : int
         Edges held in memory before they are sorted by way of files.
+    vertices : int, optional
+        Of edges in memory, how many vertices there are. Default: as many as the edges name.
+    reverse : bool
+        Let the list of a vertex have the sources of edges that end there, from which samplers of
+        PyG take messages, not the targets of those that begin there.
 
     Returns
     -------
@@ -75,7 +87,8 @@ def load(
     MissingFileError
         When there is no such file.
     ArgumentError
-        When a matrix has an entry in one direction only, and `symmetric` is not given.
+        When a matrix has an entry in one direction only, and `symmetric` is not given; when a graph
+        in memory is none.
     FileFormatError
         When a file is damaged, or says what cannot be. All of a file is looked at before a list is
         written, and all of a folder, its neighbours included, before this returns: one pass.
@@ -89,13 +102,25 @@ def load(
     [1, 2, 0, 2, 0, 1]
     """
     folder = Path(folder)
-    if Path(what).is_dir():
+    named = isinstance(what, str | Path)
+    if named and Path(what).is_dir():
+        if reverse:
+            raise ArgumentError("reverse= is for graphs that are made, and this one is there")
         found = CsrGraph.open(what)
         found.check()
         if not by_degree or found.labels is not None:
             return found
         return order.by_degree(found, folder, memory_bytes=memory_bytes)
-    source = source_of(what, edge_factor=edge_factor, seed=seed, symmetric=symmetric)
+    if named and vertices is not None:
+        raise ArgumentError("vertices= is for edges in memory: a file says it itself")
+    source = (
+        source_of(what, edge_factor=edge_factor, seed=seed, symmetric=symmetric)
+        if named
+        else source_in_memory(what, vertices, bool(symmetric))
+    )
+    if reverse:
+        edges = (Edges(each.target, each.source, each.weight) for each in source.edges)
+        source = replace(source, edges=edges, degrees=None)
     if not by_degree:
         return write_csr(source, folder, memory_bytes)
     folder.mkdir(parents=True, exist_ok=True)

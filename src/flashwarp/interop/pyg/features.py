@@ -14,10 +14,24 @@ from torch_geometric.data import TensorAttr
 from flashwarp.array.array import Array
 from flashwarp.array.opening import create
 from flashwarp.array.opening import open as open_array
-from flashwarp.errors import ArgumentError
+from flashwarp.errors import ArgumentError, DtypeError
 from flashwarp.interop.torch import operators
 
 Key: TypeAlias = tuple[Any, str]
+
+_NOT_NUMPYS = {
+    torch.bfloat16: torch.uint16,
+    **dict.fromkeys(
+        (
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
+        ),
+        torch.uint8,
+    ),
+}
+"""Types that numpy lacks, and the integers of which files have their bits."""
 
 
 class _Listed(TensorAttr):  # type: ignore[misc]
@@ -37,6 +51,9 @@ class FeatureStore(_FeatureStore):  # type: ignore[misc]
         reading. The store closes these.
     device : Device or str, optional
         Where these are opened; see `flashwarp.open`.
+    stored : mapping, optional
+        By the names in `arrays`: what the elements are, if an array has them as integers, because
+        numpy has no such type, as bfloat16 and FP8. What `put_tensor` stores so is known.
 
     Notes
     -----
@@ -63,6 +80,7 @@ class FeatureStore(_FeatureStore):  # type: ignore[misc]
         *,
         folder: str | Path | None = None,
         device: Any = None,
+        stored: Mapping[Any, torch.dtype] | None = None,
     ) -> None:
         super().__init__()
         self._folder = None if folder is None else Path(folder)
@@ -73,6 +91,27 @@ class FeatureStore(_FeatureStore):  # type: ignore[misc]
             if not isinstance(array, Array):
                 raise ArgumentError(f"{name!r}: {type(array).__name__} is no flashwarp.Array")
             self._arrays[_key_of(name)] = array
+        self._stored: dict[Key, torch.dtype] = {}
+        for name, dtype in ({} if stored is None else stored).items():
+            key = _key_of(name)
+            if key not in self._arrays:
+                raise ArgumentError(f"stored= names {name!r}, which is not among the arrays")
+            self._set_stored(key, dtype)
+
+    def _set_stored(self, key: Key, dtype: torch.dtype) -> None:
+        """Note what the integers of an array are."""
+        own = self._arrays[key].dtype
+        if own.kind not in "iu" or own.itemsize != getattr(dtype, "itemsize", 0):
+            raise DtypeError(f"{key}: {own} holds no elements of {dtype}, which are integers there")
+        self._stored[key] = dtype
+
+    def __repr__(self) -> str:
+        arrays = ", ".join(
+            f"{key[1] if key[0] is None else key}: {list(array.shape)} "
+            f"{self._stored.get(key, array.dtype)}"
+            for key, array in self._arrays.items()
+        )
+        return f"{type(self).__name__}({arrays})"
 
     def close(self) -> None:
         """Close the arrays that the store has made. May be called twice."""
@@ -103,9 +142,8 @@ class FeatureStore(_FeatureStore):  # type: ignore[misc]
                     "first, or give index= the rows"
                 )
             index = slice(None)
-        array[index if isinstance(index, slice) else np.asarray(index.cpu())] = (
-            values.detach().cpu().numpy()
-        )
+        values = values.to(self._stored.get(key, values.dtype))
+        array[index if isinstance(index, slice) else np.asarray(index.cpu())] = _bits(values)
         return True
 
     def _multi_get_tensor(self, attrs: list[TensorAttr]) -> list[Any]:
@@ -141,9 +179,11 @@ class FeatureStore(_FeatureStore):  # type: ignore[misc]
         if isinstance(attr.index, np.ndarray):
             return array[attr.index]
         if isinstance(index, torch.Tensor):
-            return operators.gather(array, index.to(place))
-        rows = np.asarray(array[... if index is None else index])
-        return torch.from_numpy(rows).to(place)
+            rows = operators.gather(array, index.to(place))
+        else:
+            rows = torch.from_numpy(np.asarray(array[... if index is None else index])).to(place)
+        stored = self._stored.get((attr.group_name, attr.attr_name))
+        return rows if stored is None else rows.view(stored)
 
     def _remove_tensor(self, attr: TensorAttr) -> bool:
         return self._forget((attr.group_name, attr.attr_name))
@@ -184,19 +224,29 @@ class FeatureStore(_FeatureStore):  # type: ignore[misc]
         if "/" in name:
             raise ArgumentError(f"{key} would be a file in another folder: put a flashwarp.Array")
         path = self._folder / f"{name}.npy"
-        rows = values.detach().cpu().numpy()
+        rows = _bits(values)
         # What the store itself has made, and removed, it may replace.
         with create(
             path, rows.dtype, rows.shape, overwrite=key in self._made, device="cpu"
         ) as written:
             written[...] = rows
         self._made[key] = self._arrays[key] = open_array(path, device=self._device)
+        if values.dtype in _NOT_NUMPYS:
+            self._set_stored(key, values.dtype)
 
     def _forget(self, key: Key) -> bool:
         array = self._arrays.pop(key, None)
+        self._stored.pop(key, None)
         if array is not None and array is self._made.get(key):
             array.close()
         return array is not None
+
+
+def _bits(values: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor as an array of numpy: integers for what numpy lacks."""
+    held = values.detach().cpu()
+    found: np.ndarray[Any, Any] = held.view(_NOT_NUMPYS.get(held.dtype, held.dtype)).numpy()
+    return found
 
 
 def _key_of(name: Any) -> Key:

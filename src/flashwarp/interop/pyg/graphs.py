@@ -110,6 +110,13 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
             ).items():
                 self._edges[edge_type] = self._given(graph, self._layout, None)
 
+    def __repr__(self) -> str:
+        edges = ", ".join(
+            f"{'' if kind is None else f'{kind}: '}{list(each.size)} {each.layout.value}"
+            for kind, each in self._edges.items()
+        )
+        return f"{type(self).__name__}({edges})"
+
     def _given(self, graph: Any, layout: EdgeLayout, size: tuple[int, int] | None) -> _Edges:
         sampling.check_graph(graph)
         vertices = len(graph[0]) - 1 if isinstance(graph, tuple) else graph.vertices
@@ -120,6 +127,8 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
     def _put_edge_index(self, edge_index: Any, edge_attr: EdgeAttr) -> bool:
         layout, size = edge_attr.layout, edge_attr.size
         parts = edge_index if isinstance(edge_index, tuple | list) else None
+        if isinstance(edge_index, torch.Tensor | np.ndarray) and edge_index.shape[:1] == (2,):
+            parts = (edge_index[0], edge_index[1])
         if parts is None or isinstance(parts[0], Array):
             if layout is EdgeLayout.COO:
                 raise ArgumentError("a graph in files has layout 'csc' or 'csr', not 'coo'")
@@ -277,6 +286,10 @@ class NeighborSampler(BaseSampler, Closing):  # type: ignore[misc]
     def sample_from_edges(self, *_: Any, **__: Any) -> Any:
         """Raise ArgumentError: only neighbourhoods of nodes are sampled."""
         raise ArgumentError("the sampler samples from nodes, for NodeLoader; it knows no links")
+
+    def __repr__(self) -> str:
+        kind = "" if self._edge_type is None else f", edge_type={self._edge_type}"
+        return f"pyg.{self._sampler!r}"[:-1] + f"{kind})"
 
     def close(self) -> None:
         """Close what the sampler has opened. May be called twice."""

@@ -125,6 +125,10 @@ class Loader(IterableDataset):  # type: ignore[misc]
         self._running: list[_Iteration] = []
         self._last: _Iteration | None = None
 
+    def __repr__(self) -> str:
+        arrays = ", ".join(f"{list(each.shape)} {each.dtype}" for each in self._arrays)
+        return f"Loader({arrays}, batch_size={self.batch_size}, epoch={self.epoch})"
+
     # Epochs.
 
     @property

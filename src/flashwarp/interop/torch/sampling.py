@@ -178,6 +178,11 @@ class NeighborSampler(Closing):
         """Where ids and samples are."""
         return torch_device(self.neighbours.device)
 
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        vertices, edges = len(self.offsets) - 1, len(self.neighbours)
+        return f"NeighborSampler({vertices} vertices, {edges} edges, {self.fanouts}{state})"
+
     def nodes_max(self, seeds: int) -> int:
         """Return the most vertices that a sample of so many seeds can have.
 
