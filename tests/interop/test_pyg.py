@@ -498,3 +498,10 @@ def test_edges_of_pyg_go_in_by_one_call(tmp_path):
         row, _ = sampler._sampler.sample([0]).edge_index
         assert len(row) == 2
     repr(sampler)
+
+
+def test_batches_know_which_edges_they_have(arrays, graph):
+    with fw.pyg.NeighborSampler(graph, (-1, 4), device="cpu", edge_ids=True) as sampler:
+        for data in loader_of(arrays, graph, sampler):
+            found = graph.in_memory()[data.e_id]
+            assert np.array_equal(found, data.n_id[data.edge_index[0]])

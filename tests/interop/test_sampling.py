@@ -300,7 +300,7 @@ def test_seeds_of_other_shapes(sampler, seeds):
         sampler.sample(seeds)
 
 
-@pytest.mark.parametrize("fanouts", [(), 5, (0,), (-1,), (1025,), (2.5,), "no"])
+@pytest.mark.parametrize("fanouts", [(), 5, (0,), (-2,), (1025,), (2.5,), "no"])
 def test_fanouts_that_make_no_sense(graph, fanouts):
     with pytest.raises(ArgumentError):
         fw.torch.NeighborSampler(graph, fanouts, device="cpu")
@@ -386,3 +386,24 @@ def test_closed_sampler(graph):
 
     with pytest.raises(ClosedError):
         sampler.sample([1])
+
+
+@pytest.mark.parametrize("fanouts", [(-1,), (-1, 2), (3, -1)])
+def test_all_neighbours_and_which_edges_they_are(graph, fanouts):
+    offsets, neighbours = graph.offsets, graph.in_memory()
+    seeds = torch.tensor([5, 0, 77])
+    with fw.torch.NeighborSampler(graph, fanouts, device="cpu", edge_ids=True) as sampler:
+        sample = sampler.sample(seeds)
+        with pickle.loads(pickle.dumps(sampler)) as other:
+            assert torch.equal(other.sample(seeds, number=0).edge_ids, sample.edge_ids)
+        assert sampler.sample([]).edge_ids.shape == (0,)
+    sources, targets = sample.nodes[sample.edge_index]
+
+    assert np.array_equal(neighbours[sample.edge_ids], sources)
+    ends = np.searchsorted(offsets, sample.edge_ids.numpy(), side="right") - 1
+    assert np.array_equal(ends, targets)
+    assert len(sample.edge_ids.unique()) == len(sample.edge_ids)
+    begin = 0 if fanouts[0] == -1 else sample.num_sampled_edges[0]
+    whole = targets[begin:] if fanouts[-1] == -1 else targets[: sample.num_sampled_edges[0]]
+    for vertex in whole.unique():
+        assert (whole == vertex).sum() == graph.degrees[vertex]

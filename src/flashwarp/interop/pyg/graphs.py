@@ -207,14 +207,16 @@ class NeighborSampler(BaseSampler, Closing):  # type: ignore[misc]
     graph : CsrGraph, or (Array, Array)
         As for `flashwarp.torch.NeighborSampler`, which does the work.
     num_neighbors : sequence of int
-        For each hop, how many neighbours of a vertex are sampled.
+        For each hop, how many neighbours of a vertex are sampled; -1: all.
     edge_type : (str, str, str), optional
         In stores of several types: the type of the graph's edges, from nodes of a type to nodes of
         the same. Seeds are then of this type of nodes, and batches are `HeteroData`.
     seed : int
         Of the random numbers.
     **options
-        For a graph: options of `flashwarp.open` for its lists, such as ``device=`` and ``cache=``.
+        ``edge_ids=True`` gives batches `e_id`, the places of their edges among the neighbours of
+        the graph. For a graph: options of `flashwarp.open` for its lists, such as ``device=`` and
+        ``cache=``.
 
     Notes
     -----
@@ -275,11 +277,11 @@ class NeighborSampler(BaseSampler, Closing):  # type: ignore[misc]
         metadata = (index.input_id, index.time)
         if edge_type is None:
             return SamplerOutput(
-                sample.nodes, row, col, None,
+                sample.nodes, row, col, sample.edge_ids,
                 num_sampled_nodes=nodes, num_sampled_edges=edges, metadata=metadata,
             )  # fmt: skip
         return HeteroSamplerOutput(
-            {own: sample.nodes}, {edge_type: row}, {edge_type: col}, {edge_type: None},
+            {own: sample.nodes}, {edge_type: row}, {edge_type: col}, {edge_type: sample.edge_ids},
             num_sampled_nodes={own: nodes}, num_sampled_edges={edge_type: edges}, metadata=metadata,
         )  # fmt: skip
 

@@ -36,14 +36,15 @@ FW_KERNEL enter_seeds(const int64_t* nodes, uint32_t seeds, uint64_t vertices, i
   }
 }
 
-// Fills the slots of a hop: `found` has the vertex of each, or -1, and `places` where the table has
-// it. A neighbour that is no vertex comes from a damaged file, and is skipped.
+// Fills the slots of a hop: `found` has the vertex of each, or -1, `places` where the table has it,
+// and `edges`, unless it is null, which entry of the lists it is. A neighbour that is no vertex
+// comes from a damaged file, and is skipped.
 FW_KERNEL sample_lists(const FW_GRID_CONSTANT array<const offset> offsets,
                        const FW_GRID_CONSTANT array<const column> entries, uint64_t in_place,
                        const int64_t* nodes, const int64_t* nodes_end, uint32_t hop,
                        uint32_t fanout, uint64_t seed, uint64_t draw, uint32_t first_slot,
-                       int64_t* found, int32_t* places, int64_t* keys, int32_t* first,
-                       uint64_t mask) {
+                       int64_t* found, int64_t* edges, int32_t* places, int64_t* keys,
+                       int32_t* first, uint64_t mask) {
   const graph::vertex_table table = {reinterpret_cast<uint64_t*>(keys),
                                      reinterpret_cast<uint32_t*>(first), nullptr, mask};
   const uint64_t vertices = offsets.length - 1;
@@ -61,8 +62,9 @@ FW_KERNEL sample_lists(const FW_GRID_CONSTANT array<const offset> offsets,
     for (uint64_t k = warp::lane(); k < fanout; k += warp::kWarpWidth) {
       uint64_t neighbour = vertices;
       if (k < chosen) {
-        neighbour = entry_of(entries, reinterpret_cast<const column*>(in_place),
-                             begin + uint64_t(found[slot + k]));
+        const uint64_t entry = begin + uint64_t(found[slot + k]);
+        neighbour = entry_of(entries, reinterpret_cast<const column*>(in_place), entry);
+        if (edges != nullptr) edges[slot + k] = int64_t(entry);
       }
       const bool counts = neighbour < vertices;
       found[slot + k] = counts ? int64_t(neighbour) : -1;
@@ -114,7 +116,7 @@ FW_KERNEL number_vertices(int64_t* nodes_end, int64_t* edges_end, uint32_t hop, 
 FW_KERNEL write_edges(const int64_t* nodes_end, const int64_t* edges_end, uint32_t hop,
                       uint32_t fanout, uint32_t seeds, const int64_t* found, const int32_t* places,
                       const int32_t* first, const int32_t* number, const int64_t* ranks,
-                      int64_t* sources, int64_t* targets) {
+                      const int64_t* edges, int64_t* sources, int64_t* targets, int64_t* ids) {
   const graph::vertex_table table = {nullptr,
                                      reinterpret_cast<uint32_t*>(const_cast<int32_t*>(first)),
                                      reinterpret_cast<uint32_t*>(const_cast<int32_t*>(number)), 0};
@@ -125,5 +127,6 @@ FW_KERNEL write_edges(const int64_t* nodes_end, const int64_t* edges_end, uint32
     const int64_t edge = edges_end[hop - 1] + (ranks[s] >> 32) - 1;
     sources[edge] = int64_t(table.number_at(uint32_t(places[s]), seeds));
     targets[edge] = here.begin + int64_t(s / fanout);
+    if (ids != nullptr) ids[edge] = edges[s];
   }
 }

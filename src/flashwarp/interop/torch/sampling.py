@@ -19,7 +19,7 @@ import torch
 import torch.utils.data
 
 from flashwarp.array.array import Array
-from flashwarp.config import SIZE_MAX, integer
+from flashwarp.config import SIZE_MAX, flag, integer
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, CaptureError, ClosedError, DtypeError, IndexDtypeError
 from flashwarp.interop.torch.operators import check_plain, torch_device
@@ -28,6 +28,8 @@ from flashwarp.program.compiling import compile as compile_kernels
 
 _SLOTS_MAX = (1 << 31) - 1
 _FANOUT_MAX = 1024
+_ALL = -1
+_OFFSETS_AT_ONCE = 1 << 22
 _COLUMNS = {"uint32": "uint32_t", "int32": "int32_t", "uint64": "uint64_t", "int64": "int64_t"}
 _OFFSETS = {"int64": "int64_t", "uint64": "uint64_t"}
 _FREE = -1
@@ -60,12 +62,15 @@ class Sample:
         How many vertices are seeds, and how many each hop has found.
     num_sampled_edges : tuple of int
         Edges of each hop, in the order of `edge_index`.
+    edge_ids : torch.Tensor or None
+        For ``edge_ids=True``: the place of each edge among the neighbours of the graph, int64.
     """
 
     nodes: torch.Tensor
     edge_index: torch.Tensor
     num_sampled_nodes: tuple[int, ...]
     num_sampled_edges: tuple[int, ...]
+    edge_ids: torch.Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -74,8 +79,9 @@ class Sample:
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory of the tensors until the present work of another stream is done."""
-        for tensor in (self.nodes, self.edge_index):
-            tensor.record_stream(stream)
+        for tensor in (self.nodes, self.edge_index, self.edge_ids):
+            if tensor is not None:
+                tensor.record_stream(stream)
 
 
 class NeighborSampler(Closing):
@@ -88,10 +94,13 @@ class NeighborSampler(Closing):
         neighbours. The list of vertex v is ``neighbours[offsets[v]:offsets[v + 1]]``.
     fanouts : sequence of int
         For each hop, how many neighbours of a vertex are sampled, from 1 to 1024. A list that is
-        not longer is taken whole.
+        not longer is taken whole. -1: all lists are; then memory for the longest list is taken for
+        each vertex of the hop, and the sampler reads all offsets once, when it is made.
     seed : int
         Of the random numbers. The same seed and number of a sample give the same sample, on a GPU
         and on the CPU device.
+    edge_ids : bool
+        Whether samples say which entries of the lists their edges are, as features of edges need.
     **options
         For a graph: options of `flashwarp.open` for its lists, such as ``device=`` and ``cache=``.
 
@@ -130,9 +139,10 @@ class NeighborSampler(Closing):
 
     def __init__(
         self, graph: Graph | tuple[Array, Array], fanouts: Iterable[int], *, seed: int = 0,
-        **options: Any,
+        edge_ids: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        self.fanouts = _fanouts(fanouts)
+        self._asked = self.fanouts = _fanouts(fanouts)
+        self.edge_ids = flag("edge_ids", edge_ids)
         self.seed = integer("seed", seed, 0, SIZE_MAX)
         self._numbers = itertools.count()
         self._program: Program | None = None
@@ -140,6 +150,9 @@ class NeighborSampler(Closing):
         self.offsets, self.neighbours = _arrays_of(graph, options)
         try:
             self._check_arrays()
+            if _ALL in self._asked:
+                longest = max(1, self._longest())
+                self.fanouts = tuple(longest if each == _ALL else each for each in self._asked)
         except BaseException:
             self.close()
             raise
@@ -167,6 +180,12 @@ class NeighborSampler(Closing):
                 f"offsets run from {first} to {last}, and there are {len(neighbours)} neighbours: "
                 "give (offsets, neighbours) of one graph, in this order"
             )
+
+    def _longest(self) -> int:
+        """Return the length of the longest list, by a pass over the offsets."""
+        firsts = range(0, self.vertices, _OFFSETS_AT_ONCE)
+        blocks = (self.offsets[first : first + _OFFSETS_AT_ONCE + 1] for first in firsts)
+        return max((int(np.diff(np.asarray(each)).max()) for each in blocks), default=0)
 
     @property
     def vertices(self) -> int:
@@ -273,7 +292,7 @@ class NeighborSampler(Closing):
         number = next(self._numbers)
         self._numbers = itertools.count(number)
         arrays = (self.offsets, self.neighbours)
-        return _restored, (arrays, self.fanouts, self.seed, self._owned, number)
+        return _restored, (arrays, self._asked, self.seed, self.edge_ids, self._owned, number)
 
     # A sample.
 
@@ -304,7 +323,8 @@ class NeighborSampler(Closing):
         hops = len(self.fanouts)
         if len(seeds) == 0:
             empty = (0,) * hops
-            return Sample(seeds, seeds.new_empty((2, 0)), (0, *empty), empty)
+            ids = seeds.new_empty(0) if self.edge_ids else None
+            return Sample(seeds, seeds.new_empty((2, 0)), (0, *empty), empty, ids)
         stream: int | None = None
         if seeds.is_cuda:
             if torch.cuda.is_current_stream_capturing():
@@ -396,7 +416,8 @@ class _Work:
         self._keys = seeds.new_full((places,), _FREE)
         self._first = seeds.new_full((places,), _FREE, dtype=torch.int32)
         self._number = seeds.new_empty(places, dtype=torch.int32)
-        self._hops: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._hops: list[tuple[torch.Tensor, ...]] = []
+        self._entries: list[torch.Tensor | None] = []
 
     def table(self) -> tuple[object, ...]:
         return self._keys, self._first, self._mask
@@ -408,11 +429,12 @@ class _Work:
         lists = self._frontiers[hop - 1]
         slots = lists * fanout
         found = self.nodes.new_empty(slots)
+        entries = self.nodes.new_empty(slots) if sampler.edge_ids else None
         places = self.nodes.new_empty(slots, dtype=torch.int32)
         launch(
             "sample_lists", lists, sampler.offsets, sampler.neighbours, sampler._in_place,
-            self.nodes, self._nodes_end, hop, fanout, sampler.seed, draw, first_slot, found, places,
-            *self.table(),
+            self.nodes, self._nodes_end, hop, fanout, sampler.seed, draw, first_slot, found,
+            entries, places, *self.table(),
         )  # fmt: skip
         own = torch.empty_like(found)
         launch(
@@ -425,30 +447,38 @@ class _Work:
             found, places, self._first, ranks, self._number, self.nodes,
         )  # fmt: skip
         self._hops.append((found, places, ranks))
+        self._entries.append(entries)
 
     def finish(self, launch: Callable[..., None], counts: list[int]) -> Sample:
         """Write the edges, now that their number is known."""
         hops = len(self._hops)
         nodes_end, edges_end = counts[: hops + 1], counts[hops + 1 :]
         edges = self.nodes.new_empty((2, edges_end[-1]))
+        ids = self.nodes.new_empty(edges_end[-1]) if self._sampler.edge_ids else None
         for hop, (found, places, ranks) in enumerate(self._hops, 1):
             launch(
                 "write_edges", len(found), self._nodes_end, self._edges_end, hop,
                 self._fanouts[hop - 1], self._seeds, found, places, self._first, self._number,
-                ranks, edges[0], edges[1],
+                ranks, self._entries[hop - 1], edges[0], edges[1], ids,
             )  # fmt: skip
         return Sample(
             self.nodes[: nodes_end[-1]],
             edges,
             (nodes_end[0], *(b - a for a, b in itertools.pairwise(nodes_end))),
             tuple(b - a for a, b in itertools.pairwise(edges_end)),
+            ids,
         )
 
 
 def _restored(
-    arrays: tuple[Array, Array], fanouts: tuple[int, ...], seed: int, owned: bool, number: int
+    arrays: tuple[Array, Array],
+    fanouts: tuple[int, ...],
+    seed: int,
+    edge_ids: bool,
+    owned: bool,
+    number: int,
 ) -> NeighborSampler:
-    sampler = NeighborSampler(arrays, fanouts, seed=seed)
+    sampler = NeighborSampler(arrays, fanouts, seed=seed, edge_ids=edge_ids)
     sampler._owned = owned
     sampler._numbers = itertools.count(number)
     return sampler
@@ -457,7 +487,9 @@ def _restored(
 def _fanouts(fanouts: Iterable[int]) -> tuple[int, ...]:
     if isinstance(fanouts, int) or not isinstance(fanouts, Iterable):
         raise ArgumentError(f"fanouts={fanouts!r} is no sequence of integers: one for each hop")
-    found = tuple(integer("a fan-out", each, 1, _FANOUT_MAX) for each in fanouts)
+    found = tuple(
+        _ALL if each == _ALL else integer("a fan-out", each, 1, _FANOUT_MAX) for each in fanouts
+    )
     if not found:
         raise ArgumentError("fanouts are empty: give one for each hop")
     return found
