@@ -102,7 +102,7 @@ nb::dict layouts() {
                table_count, index_bytes, offset_bytes, weight_number, out_number, pooling)
   FW_STRUCTURE("sum_params", kernels::sum_params, ids, order, gradients, sums, count, width)
   FW_STRUCTURE("update_params", kernels::update_params, rows, sums, scale, padding, rule, width,
-               rate, epsilon, mean_rate, square_rate)
+               rate, epsilon, mean_rate, square_rate, decay)
   FW_STRUCTURE("batch_request", batch::request, ready, buffer, rows, first, kind, place, after)
   FW_STRUCTURE("batch_result", batch::result, done, failed)
   FW_STRUCTURE("batch_regions", batch::regions, requests, results, lists, all_statuses, count,

@@ -33,7 +33,7 @@ from flashwarp.interop.torch.group import EmbeddingGroup
 from flashwarp.interop.torch.loader import Loader
 from flashwarp.interop.torch.offload import Offloaded, offload
 from flashwarp.interop.torch.operators import gather, scatter
-from flashwarp.interop.torch.optim import SGD, Adagrad, Adam, RowWiseAdagrad
+from flashwarp.interop.torch.optim import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from flashwarp.interop.torch.partners import Partners
 from flashwarp.interop.torch.sampling import NeighborSampler, Sample
 from flashwarp.interop.torch.states import load, save
@@ -45,6 +45,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "AdamW",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingGroup",

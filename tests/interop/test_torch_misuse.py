@@ -582,7 +582,7 @@ def test_ids_out_of_bounds_name_the_rows_of_their_table(stage):
                 table(torch.tensor([len(rows)]))
 
 
-@pytest.mark.parametrize("name", ["momentum", "weight_decay", "modules"])
+@pytest.mark.parametrize("name", ["momentum", "dampening", "modules"])
 def test_groups_of_an_optimizer_have_no_other_keys(stage, name):
     with pytest.raises(errors.ArgumentError, match=name):
         fw.torch.SGD([{"tables": stage.rows, name: 0.9}])

@@ -21,7 +21,7 @@ import flashwarp as fw
 import flashwarp.torch
 from flashwarp import errors
 from flashwarp.table.record import Record
-from flashwarp.torch import SGD, Adagrad, Adam, RowWiseAdagrad
+from flashwarp.torch import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 
 pytestmark = [
     pytest.mark.filterwarnings("default::UserWarning"),
@@ -93,6 +93,44 @@ def test_training_equals_torch(tmp_path, name, dim):
     np.testing.assert_allclose(
         weights(module), reference.weight.detach().numpy(), rtol=1e-5, atol=2e-5
     )
+    module.close()
+
+
+@pytest.mark.parametrize("rate", [float, torch.tensor])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "name", "options"),
+    [  # eps comes before the correction of bias here, and behind it in torch's AdamW
+        (SGD, torch.optim.SGD, "sgd", {}),
+        (AdamW, torch.optim.AdamW, "adam", {"eps": 1e-12}),
+    ],
+)
+def test_weight_decay_equals_torch(tmp_path, ours, theirs, name, options, rate):
+    """Steps that use all rows, as torch decays all; then one that leaves the other rows alone."""
+    module = table(tmp_path / "t.npy", 12, name)
+    reference = torch.nn.Embedding(ROWS, 12)
+    with torch.no_grad():
+        reference.weight.copy_(torch.from_numpy(weights(module)))
+    ids = torch.randperm(2 * ROWS, generator=torch.Generator().manual_seed(0)) % ROWS
+    pairs = [
+        (module, ours(module, lr=rate(0.05), weight_decay=0.3, **options)),
+        (reference, theirs(reference.parameters(), lr=rate(0.05), weight_decay=0.3, **options)),
+    ]
+    for _ in range(6):
+        for each, optimizer in pairs:
+            optimizer.zero_grad()
+            (each(ids) * torch.arange(1, 13)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.9
+
+    before = weights(module)
+    np.testing.assert_allclose(before, reference.weight.detach(), rtol=1e-5, atol=2e-5)
+    pairs[0][1].zero_grad()
+    module(ids[:1]).sum().backward()
+    pairs[0][1].step()
+    changed = (weights(module) != before).any(1)
+    assert changed.nonzero()[0].tolist() == [int(ids[0])]
+    with pytest.raises(errors.ArgumentError, match="weight_decay"):
+        ours(module, weight_decay=-1)
     module.close()
 
 

@@ -31,7 +31,7 @@ struct update_params {
   row_params rows;     // `indices`: the sorted ids; `rows`: a row for each warp, if rows take more
                        // than one line; else null
   float* sums;         // as `fw_sum_gradients` leaves them; the sum of each id comes to its first
-  const float* scale;  // a factor of `rate` in device memory, or null
+  const float* scale;  // a factor of `rate` in device memory, then one of `decay`; or null
   uint64_t padding;    // a row that is not updated; all bits set: none
   uint32_t rule;
   uint32_t width;  // weights of a row
@@ -39,8 +39,9 @@ struct update_params {
   float epsilon;
   float mean_rate;    // Adam: how far a mean moves towards the gradient, 1 - beta1
   float square_rate;  // and a mean square towards its square, 1 - beta2
+  float decay;        // SGD and Adam: the part of a weight that goes before the step
 };
-static_assert(sizeof(update_params) == 216);
+static_assert(sizeof(update_params) == 224);
 
 FW_DEVICE void sum_chunk(const sum_params& p, uint64_t begin, uint64_t end) {
   for (uint64_t first = begin; first < end;) {
@@ -133,10 +134,14 @@ FW_DEVICE_NOINLINE void update_row(const update_params& p, uint64_t row, uint64_
   const float* gradient = p.sums + first * width;
   const float rate = p.scale == nullptr ? p.rate : p.rate * *p.scale;
   const float epsilon = p.epsilon;
+  // The second factor is there only for a decay.
+  const float decay = p.decay == 0 || p.scale == nullptr ? p.decay : p.decay * p.scale[1];
   switch (p.rule) {
     case kSgd:
-      for_each_weight<0>(width, row, gradient,
-                         [=](float& w, float&, float&, float g) { w -= rate * g; });
+      for_each_weight<0>(width, row, gradient, [=](float& w, float&, float&, float g) {
+        if (decay != 0) w -= decay * w;
+        w -= rate * g;
+      });
       break;
     case kAdagrad:
       for_each_weight<1>(width, row, gradient, [=](float& w, float& sum, float&, float g) {
@@ -165,6 +170,7 @@ FW_DEVICE_NOINLINE void update_row(const update_params& p, uint64_t row, uint64_
       for_each_weight<2>(width, row, gradient, [=](float& w, float& mean, float& square, float g) {
         mean += (g - mean) * mean_rate;
         square += (g * g - square) * square_rate;
+        if (decay != 0) w -= decay * w;
         w -= rate * (mean / (base::square_root(square) + epsilon));
       });
       break;

@@ -111,7 +111,9 @@ class Rates:
     mean_rate, square_rate : float
         How far Adam's means move towards the gradient and its square.
     scale : int
-        Address of a factor of `rate` as float32, or 0.
+        Address of a factor of `rate` as float32, behind which is one of `decay`; or 0.
+    decay : float
+        For "sgd" and "adam": the part of a weight that goes before the step.
     """
 
     rate: float
@@ -119,6 +121,7 @@ class Rates:
     mean_rate: float = 0.0
     square_rate: float = 0.0
     scale: int = 0
+    decay: float = 0.0
 
 
 class RowUpdate:
@@ -211,6 +214,7 @@ class RowUpdate:
             epsilon=rates.epsilon,
             mean_rate=rates.mean_rate,
             square_rate=rates.square_rate,
+            decay=rates.decay,
         )
         tail = bytes(update)[ctypes.sizeof(RowParams) :]
         launcher.update(step.ids, step.count, step.copies, tail, bytes(sums), self._warps, stream)

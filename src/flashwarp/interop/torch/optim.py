@@ -221,10 +221,13 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         sums = torch.empty_like(values)
         copies = values.new_empty(table.update.copies_bytes(count) // 4)
         rate, scale = group["lr"], self._correction(group, state["step"])
+        factor: Any = 1.0
         if isinstance(rate, torch.Tensor):
-            scale = rate if scale is None else scale * rate.to(scale.device)
-            rate = 1.0
+            factor, rate = rate.reshape(()), 1.0
+            scale = factor if scale is None else scale * factor.to(scale.device)
         if scale is not None:
+            # Of the rate and, behind it, of the decay, which no bias is corrected of.
+            scale = torch.stack([scale.reshape(()), scale.new_ones(()) * factor])
             scale = scale.to(values.device, torch.float32)
         step = Gradients(
             ids.data_ptr(),
@@ -235,7 +238,9 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             count,
         )
         address = 0 if scale is None else scale.data_ptr()
-        table.update.launch(step, Rates(rate, scale=address, **self._rates(group)), stream)
+        decay = rate * group.get("weight_decay", 0.0)
+        rates = Rates(rate, scale=address, decay=decay, **self._rates(group))
+        table.update.launch(step, rates, stream)
 
     def _mark(self, table: Trained) -> None:
         """Say in the record, before any row can reach the file, that rows may be newer."""
@@ -358,7 +363,8 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 fits = fits and isinstance(listed, list) and len(listed) == len(own["params"])
                 if fits:
                     numbers += listed
-                    check_rates({name: group.get(name) for name in self.defaults if name in own})
+                    earlier = {"weight_decay": 0.0, **group}  # states made before there was one
+                    check_rates({name: earlier.get(name) for name in self.defaults if name in own})
         steps = [states.get(each) for each in numbers if isinstance(each, int | str)]
         if not steps or len(steps) != len(self._tables) or not all(map(has_step, steps)):
             raise ArgumentError(
@@ -387,6 +393,8 @@ class SGD(_TableOptimizer):
         learning rate.
     lr : float or Tensor
         Learning rate. Schedulers of torch change it.
+    weight_decay : float
+        Times `lr`, the part of a weight that goes in each step. Rows that a step does not use stay.
     accept_newer : bool
         Go on with a table whose process ended between checkpoints.
 
@@ -402,9 +410,14 @@ class SGD(_TableOptimizer):
     _rule = RULES["sgd"]
 
     def __init__(
-        self, tables: object, lr: float | torch.Tensor = 1e-3, *, accept_newer: bool = False
+        self,
+        tables: object,
+        lr: float | torch.Tensor = 1e-3,
+        *,
+        weight_decay: float = 0.0,
+        accept_newer: bool = False,
     ) -> None:
-        super().__init__(tables, {"lr": lr}, accept_newer)
+        super().__init__(tables, {"lr": lr, "weight_decay": weight_decay}, accept_newer)
 
 
 class Adagrad(_TableOptimizer):
@@ -485,6 +498,7 @@ class Adam(_TableOptimizer):
     """
 
     _rule = RULES["adam"]
+    _more: Mapping[str, float] = {}
 
     def __init__(
         self,
@@ -495,7 +509,8 @@ class Adam(_TableOptimizer):
         eps: float = 1e-8,
         accept_newer: bool = False,
     ) -> None:
-        super().__init__(tables, {"lr": lr, "betas": betas, "eps": eps}, accept_newer)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, **self._more}
+        super().__init__(tables, defaults, accept_newer)
 
     def _rates(self, group: dict[str, Any]) -> dict[str, float]:
         first, second = group["betas"]
@@ -505,3 +520,32 @@ class Adam(_TableOptimizer):
         first, second = group["betas"]
         count = step.to(torch.float64)
         return torch.sqrt(1 - second**count) / (1 - first**count)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay, as `torch.optim.AdamW`, for the rows that a step uses.
+
+    Parameters
+    ----------
+    tables, lr, betas, eps, accept_newer
+        As for `Adam`, whose tables it trains too.
+    weight_decay : float
+        Times `lr`, the part of a weight that goes in each step. Rows that a step does not use stay.
+
+    Notes
+    -----
+    `eps` is added before the bias is corrected, as `torch.optim.SparseAdam` does.
+    """
+
+    def __init__(
+        self,
+        tables: object,
+        lr: float | torch.Tensor = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        accept_newer: bool = False,
+    ) -> None:
+        self._more = {"weight_decay": weight_decay}
+        super().__init__(tables, lr, betas=betas, eps=eps, accept_newer=accept_newer)

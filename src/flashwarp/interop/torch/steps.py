@@ -155,6 +155,7 @@ def check_rates(group: Mapping[str, Any]) -> None:
     else:
         number("lr", rate, 0, _RATE_MAX)
     number("eps", group.get("eps", 0.0), 0, _RATE_MAX)
+    number("weight_decay", group.get("weight_decay", 0.0), 0, _RATE_MAX)
     betas = group.get("betas", (0.0, 0.0))
     if not isinstance(betas, Sequence) or len(betas) != 2:
         raise ArgumentError(f"betas={betas!r}: use two numbers of at least 0 and below 1")
