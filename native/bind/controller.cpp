@@ -19,6 +19,7 @@
 #include "nvme/controller.h"
 #include "nvme/model/ssd_model.h"
 #include "nvme/sleepers.h"
+#include "nvme/software/heart.h"
 #include "nvme/software/identify.h"
 #include "nvme/software/software_controller.h"
 
@@ -91,6 +92,8 @@ void bind_controller(nb::module_& m) {
       .def_ro("depth", &QueuePairAddresses::depth)
       .def_ro("id", &QueuePairAddresses::id);
 
+  m.def("shared_heartbeat", [] { return reinterpret_cast<uintptr_t>(Heart::shared_word()); });
+
   nb::class_<Controller>(m, "Controller")
       .def("start",
            [](Controller& c) {
@@ -101,6 +104,7 @@ void bind_controller(nb::module_& m) {
       .def("wake", &Controller::wake)
       .def("launch_begins", &Controller::launch_begins)
       .def("launch_ends", &Controller::launch_ends)
+      .def("hear_launches", &Controller::hear_launches, nb::arg("all"))
       .def(
           "serve_some",
           [](Controller& c, uint32_t first_queue) {
@@ -143,8 +147,12 @@ void bind_controller(nb::module_& m) {
              std::vector<QueuePairAddresses> queue_pairs, Regions dma_regions, uint32_t threads,
              uint64_t page_bytes, uint64_t max_transfer_bytes, int64_t spin_ns, bool yields,
              std::optional<SsdParameters> model, nb::object) {
-            const ControllerOptions options = {threads, page_bytes, max_transfer_bytes,
-                                               spin_ns, yields,     std::move(model)};
+            const ControllerOptions options = {.threads = threads,
+                                               .page_bytes = page_bytes,
+                                               .max_transfer_bytes = max_transfer_bytes,
+                                               .spin_ns = spin_ns,
+                                               .yields = yields,
+                                               .model = std::move(model)};
             const Unlocked unlocked;
             new (self) SoftwareController(std::move(storage), std::move(queue_pairs),
                                           std::move(dma_regions), options);

@@ -336,6 +336,49 @@ class ThreadedEngine final : public IoEngine {
   const std::shared_ptr<IoThreadPool::Inbox> inbox_;
 };
 
+// Most queue pairs of an idle array, and of one in the page cache, never have an operation.
+class LaterEngine final : public IoEngine {
+ public:
+  LaterEngine(uint32_t capacity, IoEngineFactory& factory)
+      : IoEngine(capacity), factory_(factory) {}
+
+  void submit(const IoOperation& operation) override {
+    if (!asked_) engine_ = factory_.make(capacity_);
+    asked_ = true;
+    ++in_flight_;
+    if (engine_ == nullptr) {
+      refused_.push_back({operation.token, -EAGAIN});
+    } else {
+      engine_->submit(operation);
+    }
+  }
+
+  void kick() override {
+    if (engine_ == nullptr) return;
+    engine_->kick();
+    kernel_enters_ = engine_->kernel_enters();
+  }
+
+  uint32_t reap(IoResult* results, uint32_t limit) override {
+    uint32_t count = engine_ == nullptr ? 0 : engine_->reap(results, limit);
+    for (; !refused_.empty() && count < limit; refused_.pop_back()) {
+      results[count++] = refused_.back();
+    }
+    in_flight_ -= count;
+    return count;
+  }
+
+  void cancel_all() override {
+    if (engine_ != nullptr) engine_->cancel_all();
+  }
+
+ private:
+  IoEngineFactory& factory_;
+  bool asked_ = false;
+  std::unique_ptr<IoEngine> engine_;
+  std::vector<IoResult> refused_;
+};
+
 }  // namespace
 
 IoEngineFactory::IoEngineFactory(Options options) : options_(std::move(options)) {
@@ -352,6 +395,7 @@ IoEngineFactory::IoEngineFactory(Options options) : options_(std::move(options))
 IoEngineFactory::~IoEngineFactory() = default;
 
 std::string IoEngineFactory::description() const {
+  const std::lock_guard guard(mutex_);
   const int error = refusal_->load(std::memory_order_relaxed);
   if (error == 0) return description_;
   return description_ +
@@ -370,6 +414,7 @@ std::unique_ptr<IoEngine> IoEngineFactory::make_threaded(uint32_t capacity) {
 
 std::unique_ptr<IoEngine> IoEngineFactory::make(uint32_t capacity) {
   capacity = std::min(capacity, kRingEntriesMax);
+  const std::lock_guard guard(mutex_);
   if (use_io_uring_) {
     auto engine = std::make_unique<UringEngine>(capacity, refusal_);
     const int error = engine->open(options_);
@@ -379,6 +424,10 @@ std::unique_ptr<IoEngine> IoEngineFactory::make(uint32_t capacity) {
     if (options_.nvme && error == EINVAL) description_ += " (NVMe commands need Linux 5.19)";
   }
   return make_threaded(capacity);
+}
+
+std::unique_ptr<IoEngine> IoEngineFactory::make_later(uint32_t capacity) {
+  return std::make_unique<LaterEngine>(std::min(capacity, kRingEntriesMax), *this);
 }
 
 }  // namespace fw::native

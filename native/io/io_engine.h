@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -68,7 +69,7 @@ class IoEngine {
 
 class IoThreadPool;
 
-// Chooses the kind of engine for a controller and makes one for each queue pair. One thread.
+// Chooses the kind of engine for a controller and makes one for each queue pair. Any thread.
 class IoEngineFactory {
  public:
   struct Options {
@@ -84,15 +85,20 @@ class IoEngineFactory {
   // returns null, and the caller's transfers block. The description says so.
   std::unique_ptr<IoEngine> make(uint32_t capacity);
 
+  // Returns an engine that is made at its first operation, and has no descriptor before. If none
+  // can be made, the results of its operations say that the caller must move the data itself. The
+  // factory outlives it.
+  std::unique_ptr<IoEngine> make_later(uint32_t capacity);
+
   // "io_uring", or "thread-pool: " or "blocking calls: " and the reason. If the kernel refuses an
-  // engine's commands later, the description adds that. Any thread may call it once all engines are
-  // made.
+  // engine's commands later, the description adds that.
   std::string description() const;
 
  private:
   std::unique_ptr<IoEngine> make_threaded(uint32_t capacity);
 
   const Options options_;
+  mutable std::mutex mutex_;  // guards what follows
   bool use_io_uring_ = false;
   std::string description_;
   std::unique_ptr<IoThreadPool> pool_;

@@ -69,6 +69,10 @@ class Controller {
   virtual void launch_begins() {}
   virtual void launch_ends() {}
 
+  // Whether, from now on, nothing is rung but by such launches, or behind `wake`. Then threads may
+  // sleep while there is no launch. At first it is not so.
+  virtual void hear_launches([[maybe_unused]] bool all) {}
+
   // Serves in the calling thread, from queue pair `first_queue` on, until one of them has moved
   // commands; never waits. Returns how many commands moved: 0 if there were none (a drive always
   // returns 0), -1 if the controller has stopped.

@@ -121,6 +121,8 @@ class Controllers {
     controllers_.push_back(std::make_unique<native::SoftwareController>(
         std::make_shared<native::MemoryStorage>(data, bytes, true), pairs, regions, options));
     for (const native::QueuePairAddresses& pair : pairs) data_of_[pair.sq] = data;
+    // `launch` tells all controllers.
+    controllers_.back()->hear_launches(true);
     controllers_.back()->start();
   }
 

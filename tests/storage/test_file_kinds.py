@@ -222,7 +222,7 @@ def test_lease_that_is_never_given_up(tmp_path: Path, monkeypatch: pytest.Monkey
         signal.signal(signal.SIGIO, before)
 
 
-def test_limit_of_descriptors(tmp_path: Path) -> None:
+def test_descriptors_up_to_the_hard_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     NUMBERS.tofile(tmp_path / "f")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(int(each) for each in os.listdir("/proc/self/fd"))
@@ -232,13 +232,19 @@ def test_limit_of_descriptors(tmp_path: Path) -> None:
         with contextlib.suppress(OSError):
             while True:
                 held.append(os.dup(0))
-        with pytest.raises(PathError, match="ulimit -n") as caught:
-            open_raw(tmp_path / "f")
+        with monkeypatch.context() as at_hard_limit:
+            at_hard_limit.setattr(files, "_raise_descriptor_limit", lambda: None)
+            with pytest.raises(PathError, match=rf"{used + 1:,} in .*ulimit -n") as caught:
+                open_raw(tmp_path / "f")
+        with open_raw(tmp_path / "f") as x:
+            assert x[5] == NUMBERS.flat[5]
+        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for each in held:
             os.close(each)
     assert caught.value.errno == errno.EMFILE
+    assert raised == limits[1]
 
 
 def test_empty_raw_file_is_an_empty_array(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 #include "base/fault_guard.h"
 #include "base/require.h"
-#include "flashwarp/nvme/queue_pair.cuh"
+#include "nvme/software/heart.h"
 
 namespace fw::native {
 namespace {
@@ -22,7 +23,6 @@ constexpr uint32_t kSweepsPerClock = 16;
 constexpr int64_t kInFlightNs = 50'000;
 constexpr int64_t kSleepMinNs = 1'000;
 constexpr int64_t kSentinelNs = 1'000'000;
-constexpr int64_t kLongIdleNs = 100'000'000;
 constexpr int64_t kLongIdleSentinelNs = 4'000'000;
 
 // A thread that moves this many commands in a sweep wakes the others.
@@ -75,6 +75,7 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
                {},
                options.model ? std::make_unique<ModelledDrive>(*options.model) : nullptr},
       spin_ns_(options.spin_ns),
+      long_idle_ns_(options.long_idle_ns),
       yields_(options.yields),
       thread_count_(options.threads) {
   require(context_.storage != nullptr, "storage is None");
@@ -102,8 +103,8 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
   for (const QueuePairAddresses& pair : queue_pairs()) {
     std::unique_ptr<IoEngine> engine;
     if (needs_engine) {
-      engine = engines_->make(pair.depth + PieceList::kCountMax);
-      if (engine != nullptr) engine = context_.storage->decorate(std::move(engine));
+      engine = engines_->make_later(pair.depth + PieceList::kCountMax);
+      engine = context_.storage->decorate(std::move(engine));
     }
     servers_.push_back(std::make_unique<QueueServer>(pair, context_, std::move(engine)));
   }
@@ -117,7 +118,10 @@ void SoftwareController::start() {
   stopping_.store(false, std::memory_order_relaxed);
   for (auto& server : servers_) server->reopen();
   serving_.store(true, std::memory_order_release);
-  if (heartbeat_ != nullptr) threads_.emplace_back([this] { beat(); });
+  if (heartbeat_ != nullptr) {
+    Heart::of_process().add(heartbeat_);
+    beats_ = true;
+  }
   for (uint32_t i = 0; i < thread_count_; ++i) threads_.emplace_back([this, i] { run(i); });
 }
 
@@ -131,21 +135,29 @@ void SoftwareController::stop() {
   const std::lock_guard guard(life_);
   if (!serving()) return;
   stopping_.store(true, std::memory_order_release);
-  // Wakes `beat`.
-  stopped_.fetch_add(1, std::memory_order_release);
-  futex_wake_all(stopped_);
   wake();
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
+  if (std::exchange(beats_, false)) Heart::of_process().remove(heartbeat_);
   for (auto& server : servers_) server->close();
   serving_.store(false, std::memory_order_release);
 }
 
-void SoftwareController::launch_begins() { launches_.fetch_add(1, std::memory_order_relaxed); }
+void SoftwareController::launch_begins() {
+  // Sequential: either thread 0 sees the launch before it sleeps for long, or this sees that it
+  // sleeps.
+  launches_.fetch_add(1, std::memory_order_seq_cst);
+  if (!yields_ && sleeps_long_.load(std::memory_order_seq_cst)) wake();
+}
 
 void SoftwareController::launch_ends() {
-  if (launches_.fetch_sub(1, std::memory_order_relaxed) != 1 || !yields_) return;
+  if (launches_.fetch_sub(1, std::memory_order_seq_cst) != 1) return;
   if (has_unfinished()) wake();
+}
+
+void SoftwareController::hear_launches(bool all) {
+  hears_launches_.store(all, std::memory_order_seq_cst);
+  wake();
 }
 
 int SoftwareController::serve_some(uint32_t first_queue) {
@@ -185,7 +197,7 @@ void SoftwareController::run(uint32_t thread) {
   uint32_t epoch = 0;
   while (!stopping_.load(std::memory_order_acquire)) {
     if (leaves_it_to_launches()) {
-      sleep(thread, sleepers_->epoch(), kLongIdleNs);
+      sleep(thread, sleepers_->epoch(), long_idle_ns_);
       continue;
     }
     if (sweep(thread) != 0) {
@@ -206,22 +218,6 @@ void SoftwareController::run(uint32_t thread) {
     // After a sleep that ended by time, one idle sweep is enough to sleep again.
     idle_sweeps = kSweepsPerClock - 1;
   }
-}
-
-// Advances the heartbeat, by which device code knows that the process runs. It has a thread of its
-// own: a hanging storage blocks serving threads but not this one; a stopped process stops it too.
-void SoftwareController::beat() {
-  std::atomic_ref<uint32_t> word(*heartbeat_);
-  uint32_t beats = 0;
-  const uint32_t seen = stopped_.load(std::memory_order_acquire);
-  while (!stopping_.load(std::memory_order_acquire)) {
-    // 0 means that there is no heartbeat.
-    if (++beats == 0) beats = 1;
-    // Relaxed: it orders nothing.
-    word.store(beats, std::memory_order_relaxed);
-    futex_wait(stopped_, seen, int64_t(nvme::kBeatNs));
-  }
-  word.store(0, std::memory_order_relaxed);
 }
 
 // Whether anything is rung, in flight or held.
@@ -247,11 +243,20 @@ bool SoftwareController::has_in_flight() const {
   return std::ranges::any_of(servers_, [](const auto& server) { return server->has_in_flight(); });
 }
 
+// Whether nothing needs a thread before a launch begins, or ends with something unfinished: both
+// change the epoch, which the caller took before. `launch_ends` looks at the doorbells behind the
+// launch's own stores, and this looks at them behind an epoch that it has changed.
+bool SoftwareController::may_sleep_long() const {
+  if (!hears_launches_.load(std::memory_order_seq_cst)) return false;
+  if (launches_.load(std::memory_order_seq_cst) != 0) return yields_;
+  return !has_unfinished();
+}
+
 // Puts a thread to sleep until a wake-up after `epoch`. Thread 0 also wakes by itself, to look at
-// the doorbells.
+// the doorbells, unless every launch tells it.
 void SoftwareController::sleep(uint32_t thread, uint32_t epoch, int64_t idle_ns) {
   // No look at the doorbells here: the sentinel sees one that was rung meanwhile at its next look.
-  int64_t limit_ns = idle_ns < kLongIdleNs ? kSentinelNs : kLongIdleSentinelNs;
+  int64_t limit_ns = idle_ns < long_idle_ns_ ? kSentinelNs : kLongIdleSentinelNs;
   if (!leaves_it_to_launches()) {
     if (has_in_flight()) limit_ns = kInFlightNs;
     // Wakes early for a held completion, because sleeps end late.
@@ -260,10 +265,15 @@ void SoftwareController::sleep(uint32_t thread, uint32_t epoch, int64_t idle_ns)
       limit_ns = std::clamp(due_ns - monotonic_ns() - kInFlightNs, kSleepMinNs, limit_ns);
     }
   }
-  // `stop` changes the epoch after `stopping_`, so this sees it, or the sleep ends at once.
-  if (!stopping_.load(std::memory_order_acquire)) {
-    sleepers_->sleep(epoch, thread == 0 ? limit_ns : 0);
+  if (thread != 0) {
+    limit_ns = 0;
+  } else if (idle_ns >= long_idle_ns_) {
+    sleeps_long_.store(true, std::memory_order_seq_cst);
+    if (may_sleep_long()) limit_ns = 0;
   }
+  // `stop` changes the epoch after `stopping_`, so this sees it, or the sleep ends at once.
+  if (!stopping_.load(std::memory_order_acquire)) sleepers_->sleep(epoch, limit_ns);
+  if (thread == 0) sleeps_long_.store(false, std::memory_order_relaxed);
 }
 
 ControllerProgress SoftwareController::progress() const {

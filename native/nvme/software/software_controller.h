@@ -2,8 +2,9 @@
 //
 // It owns its threads and the servers of its queue pairs. The rings and the memory that commands
 // name belong to the caller and must outlive it. Threads that wait for completions may serve too
-// (`serve_some`). Idle threads sleep; one of them looks at the doorbells each millisecond, and
-// `wake` wakes all at once.
+// (`serve_some`). Idle threads sleep, and `wake` wakes all at once. One of them looks at the
+// doorbells each millisecond, unless it hears of all launches (`hear_launches`): then it sleeps
+// until one begins, or ends and leaves something unfinished.
 #pragma once
 
 #include <atomic>
@@ -27,6 +28,7 @@ struct ControllerOptions {
   uint64_t page_bytes = 2 << 20;          // CC.MPS: a power of two, 4 KiB at least
   uint64_t max_transfer_bytes = 2 << 20;  // MDTS: a power of two, page-sized at least
   int64_t spin_ns = 100'000;              // how long a thread without work polls before it sleeps
+  int64_t long_idle_ns = 100'000'000;     // after it a thread may sleep for long
   bool yields = false;  // threads sleep while launches serve, and leave them their cores
   std::optional<SsdParameters> model = {};  // completions come when this drive would send them
 };
@@ -57,6 +59,7 @@ class SoftwareController final : public Controller {
   std::shared_ptr<Sleepers> sleepers() override { return sleepers_; }
   void launch_begins() override;
   void launch_ends() override;
+  void hear_launches(bool all) override;
   int serve_some(uint32_t first_queue) override;
 
   Storage* host_storage() override { return serving() ? context_.storage.get() : nullptr; }
@@ -81,12 +84,12 @@ class SoftwareController final : public Controller {
 
  private:
   void run(uint32_t thread);
-  void beat();
   uint32_t sweep(uint32_t thread);
   bool has_unfinished() const;
   bool has_in_flight() const;
   int64_t next_due_ns() const;
   int64_t time_of_sweep() const;
+  bool may_sleep_long() const;
   void sleep(uint32_t thread, uint32_t epoch, int64_t idle_ns);
   // Relaxed: a thread that sees the begin of a launch late serves once more, and one that sees its
   // end late looks again within the sentinel's sleep.
@@ -96,6 +99,7 @@ class SoftwareController final : public Controller {
 
   ControllerContext context_;
   const int64_t spin_ns_;
+  const int64_t long_idle_ns_;
   const bool yields_;
   const uint32_t thread_count_;
   std::unique_ptr<IoEngineFactory> engines_;
@@ -105,12 +109,14 @@ class SoftwareController final : public Controller {
   std::vector<std::thread> threads_;
   std::atomic<bool> serving_{true};
   std::atomic<bool> stopping_{false};
-  std::atomic<uint32_t> stopped_{0};  // counts stops; `beat` sleeps on it (a futex)
-  uint32_t* heartbeat_ = nullptr;     // of the queue pairs; null: none
+  uint32_t* heartbeat_ = nullptr;  // of the queue pairs; null: none
+  bool beats_ = false;
 
   const std::shared_ptr<Sleepers> sleepers_ = std::make_shared<Sleepers>();
   // Read at each sweep, so on another cache line than what launches change.
   alignas(128) std::atomic<uint32_t> launches_{0};
+  std::atomic<bool> hears_launches_{false};
+  std::atomic<bool> sleeps_long_{false};  // thread 0, perhaps without limit
 };
 
 }  // namespace fw::native

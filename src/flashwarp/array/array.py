@@ -426,7 +426,7 @@ class Array(Protocols):
         Valid until `close`. After launches that use it, call `wait`.
         """
         self._turns.check_usable()
-        return ArrayStruct.from_buffer_copy(self._attachment.launcher.handle)
+        return self._attachment.launcher.hand_out()
 
     @property
     def in_place(self) -> int | None:

@@ -135,6 +135,8 @@ class Attachment(endings.NotCopied):
             self._failures = Failures(service, storage.path, format.shape)
             self.launcher = Launcher(volume, service, format)
             made.callback(self.launcher.let_go)
+            if self.launcher.on_cpu:
+                cache.submitters.join(volume.slot, writable, self.launcher.hear_launches)
             if writable and isinstance(cache.device, CudaDevice):
                 self.launcher.order = Order(cache.device)
                 made.callback(self.launcher.order.close)

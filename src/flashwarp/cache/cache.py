@@ -30,16 +30,11 @@ from flashwarp.cache.structs import (
     LineCacheStruct,
     VolumeStruct,
 )
+from flashwarp.cache.submitters import Submitters
 from flashwarp.cache.volume_table import TIER_LINES, TableEntry, free_lines, line_numbers
 from flashwarp.config import integer, parse_bytes
 from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
-from flashwarp.errors import (
-    ArgumentError,
-    CacheError,
-    ClosedError,
-    DeviceError,
-    SharedCacheError,
-)
+from flashwarp.errors import ArgumentError, CacheError, ClosedError, DeviceError, SharedCacheError
 from flashwarp.nvme import Queues
 from flashwarp.nvme.queue_pair import ROUTES
 from flashwarp.policy import Policy, resolve_policy
@@ -262,6 +257,7 @@ class Cache(endings.OfProcess):
         self.turn = endings.Lock()
         self.streams = NotedStreams()
         self._volumes: dict[int, Volume] = {}
+        self.submitters = Submitters()
         self._epochs = [0] * VOLUMES_MAX  # how often each entry was given up, if shared
         # What keeps the memory while no array is attached: the user, arrays that are being opened,
         # and share tables.
@@ -526,6 +522,7 @@ class Cache(endings.OfProcess):
             if not self._closed and self.device.alive():
                 volume.table_entry.clear()
             volume.release()
+            self.submitters.leave(volume.slot)
             self._give_back()
 
     def _keep_for(self, table: object) -> None:

@@ -130,6 +130,7 @@ class Launcher:
                 length=format.size,
             )
         )
+        self._handed_out = False
         # What launches on the CPU device hold, see `Device.run_kernel`. None: they are refused.
         self._uses: tuple[object, ...] | None = ()
         if self.on_cpu:
@@ -499,6 +500,23 @@ class Launcher:
             raise ClosedError("the array is closed")
         self.service.wake()
         return uses
+
+    def hear_launches(self, only: bool) -> None:
+        """Tell the controllers whether only launches of this array may submit to them.
+
+        Each of these on the CPU device names the controllers that it serves, but for launches of a
+        caller's own making.
+        """
+        for each in self._uses or ():
+            if isinstance(each, _native.Controller):
+                each.hear_launches(only and not self._handed_out)
+
+    def hand_out(self) -> ArrayStruct:
+        """Return the struct for kernels whose launches nobody sees."""
+        if not self._handed_out and self.on_cpu:
+            self._handed_out = True
+            self.volume.cache.submitters.tell()
+        return ArrayStruct.from_buffer_copy(self.handle)
 
     def join_capture(self, stream: int) -> bool:
         """Return whether a stream is being captured into a CUDA graph.

@@ -167,7 +167,7 @@ class QueuePairs(NotCopied):
         unit = 1 if drive is None else _RING_ALIGNMENT
         sq_bytes = align_up(depth * _SQE_BYTES, unit)
         cq_bytes = align_up(depth * _CQE_BYTES, unit)
-        # Behind the doorbells, one more word shows kernels that the process runs.
+        # Behind the doorbells, one more word shows a GPU's kernels that the process runs.
         ring_bytes = count * (sq_bytes + cq_bytes + 2 * _DOORBELL_STRIDE) + _DOORBELL_STRIDE
         if drive is not None and drive.rings_on_device:
             # Whole pages are exported: the last one is ours, too.
@@ -192,6 +192,8 @@ class QueuePairs(NotCopied):
         self.moved: Callable[[], None] = lambda: None
         # A drive goes on while the process is stopped, so only the clock ends waits for it.
         self.heartbeat = doorbells + 2 * count * _DOORBELL_STRIDE if drive is None else 0
+        if drive is None and device.kind == "cpu":
+            self.heartbeat = _native.shared_heartbeat()
         detached = self.address + count * pair_bytes
         slots = detached + count * depth * _DETACHED_BYTES
         same = QueuePairStruct(

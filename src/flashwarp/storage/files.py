@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
+import resource
 import stat
 import time
 import warnings
@@ -27,6 +29,8 @@ from flashwarp.errors import (
     MissingFileError,
     PathError,
 )
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -144,11 +148,38 @@ def opened(attempt: Callable[[], T], path: str, *, writable: bool) -> T:
     end = time.monotonic() + _LEASE_WAIT_S
     while True:
         try:
-            return attempt()
+            return _within_limits(attempt)
         except OSError as error:
             if error.errno != errno.EINPROGRESS or time.monotonic() >= end:
                 raise path_error(error, path, writable=writable) from error
         time.sleep(_LEASE_POLL_S)
+
+
+def _within_limits(attempt: Callable[[], T]) -> T:
+    """Return what `attempt` opens, if need be with more descriptors than the soft limit."""
+    try:
+        return attempt()
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    _raise_descriptor_limit()
+    return attempt()
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the process's limit of descriptors to the hard one.
+
+    Only when it is reached: in a program that calls select(), descriptors from 1,024 on fail.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a container may refuse it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        _log.info("raised the limit of descriptors from %d to the hard one, %d", soft, hard)
+
+
+def _no_descriptor(why: str) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"{why}, {limit:,} in this process: close arrays, or raise the hard limit (ulimit -n)"
 
 
 def path_error(error: OSError, path: str, *, writable: bool) -> MissingFileError | PathError:
@@ -173,7 +204,9 @@ def path_error(error: OSError, path: str, *, writable: bool) -> MissingFileError
         why = 'is a program that runs: open it with mode="r"'
     elif number == errno.ENOTDIR:
         why = "treats a file as a folder: remove what follows the file's name, as a slash"
-    elif number in (errno.EMFILE, errno.ENFILE):
+    elif number == errno.EMFILE:
+        why = _no_descriptor(why)
+    elif number == errno.ENFILE:
         why = f"{why}: close arrays, or raise the limit (ulimit -n)"
     return PathError(number, why, path)
 
@@ -255,11 +288,10 @@ class Draft:
                 # Opened here, if that is allowed: later the process may have no descriptor left.
                 with contextlib.suppress(PermissionError):
                     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-                    self._folder_descriptor = os.open(self._folder, flags)
+                    self._folder_descriptor = _within_limits(lambda: os.open(self._folder, flags))
                     made.callback(os.close, self._folder_descriptor)
-                self.descriptor = os.open(
-                    self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
-                )
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                self.descriptor = _within_limits(lambda: os.open(self.path, flags, 0o666))
                 made.callback(os.close, self.descriptor)
                 if old is not None:
                     with contextlib.suppress(PermissionError):
@@ -375,7 +407,7 @@ def write_error(error: OSError, path: str) -> PathError:
         errno.EDQUOT: f"the quota of this user in {folder} is used up: make room",
         errno.EFBIG: f"the file system of {folder}, or a limit (ulimit -f), has no files so large",
     }.get(number, error.strerror or os.strerror(number))
-    return PathError(number, why, path)
+    return PathError(number, _no_descriptor(why) if number == errno.EMFILE else why, path)
 
 
 # Folders.

@@ -1,0 +1,64 @@
+#include "nvme/software/heart.h"
+
+#include <atomic>
+#include <chrono>
+#include <utility>
+
+#include "flashwarp/nvme/queue_pair.cuh"
+
+namespace fw::native {
+
+Heart& Heart::of_process() {
+  static std::atomic<Heart*> current{nullptr};
+  Heart* seen = current.load(std::memory_order_acquire);
+  // Never destroyed: controllers may stop while the process ends, and what a child has of its
+  // parent's can be neither locked nor joined.
+  while (seen == nullptr || seen->fork_guard_.in_child()) {
+    auto* made = new Heart();
+    if (current.compare_exchange_strong(seen, made, std::memory_order_acq_rel)) return *made;
+    delete made;
+  }
+  return *seen;
+}
+
+uint32_t* Heart::shared_word() {
+  alignas(128) static uint32_t word = 0;
+  return &word;
+}
+
+void Heart::add(uint32_t* word) {
+  const std::lock_guard guard(mutex_);
+  if (!thread_.joinable()) thread_ = std::thread([this, mine = current_] { beat(mine); });
+  // Kernels may look before the next beat.
+  if (++words_[word] == 1) std::atomic_ref(*word).store(beats_, std::memory_order_relaxed);
+}
+
+void Heart::remove(uint32_t* word) {
+  std::thread ended;
+  {
+    const std::lock_guard guard(mutex_);
+    if (--words_[word] != 0) return;
+    words_.erase(word);
+    std::atomic_ref(*word).store(0, std::memory_order_relaxed);
+    if (!words_.empty()) return;
+    ++current_;
+    ended = std::move(thread_);
+  }
+  ends_.notify_all();
+  ended.join();
+}
+
+void Heart::beat(uint32_t thread) {
+  std::unique_lock guard(mutex_);
+  while (current_ == thread) {
+    // 0 means that there is no heartbeat.
+    if (++beats_ == 0) beats_ = 1;
+    // Relaxed: it orders nothing.
+    for (const auto& [word, added] : words_) {
+      std::atomic_ref(*word).store(beats_, std::memory_order_relaxed);
+    }
+    ends_.wait_for(guard, std::chrono::nanoseconds(nvme::kBeatNs));
+  }
+}
+
+}  // namespace fw::native
