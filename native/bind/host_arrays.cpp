@@ -50,6 +50,7 @@ HostArrays::HostArrays(nb::object dtype) : dtype_(std::move(dtype)) {
   if (dtype_.is_none()) return;
   const nb::module_ numpy = nb::module_::import_("numpy");
   type_ = numpy.attr("ndarray");
+  integer_ = numpy.attr("int64");
   empty_ = numpy.attr("empty");
   name_ = nb::steal(PyUnicode_InternFromString("dtype"));
 }
@@ -61,6 +62,17 @@ bool HostArrays::is_array(nb::handle object) const {
 bool HostArrays::has_dtype(nb::handle array) const {
   const nb::object dtype = array.attr(name_);
   return dtype.is(dtype_) || dtype.equal(dtype_);
+}
+
+std::optional<int64_t> HostArrays::integer(nb::handle object) const {
+  const bool known =
+      PyLong_CheckExact(object.ptr()) ||
+      (integer_ && Py_TYPE(object.ptr()) == reinterpret_cast<PyTypeObject*>(integer_.ptr()));
+  if (!known) return {};
+  const Py_ssize_t value = PyNumber_AsSsize_t(object.ptr(), PyExc_OverflowError);
+  if (value != -1 || PyErr_Occurred() == nullptr) return value;
+  PyErr_Clear();
+  return {};
 }
 
 nb::object HostArrays::empty(const std::vector<int64_t>& shape) const {

@@ -52,12 +52,14 @@ class HostArrays {
   // Whether this is an array of numpy, and no object of a subclass.
   bool is_array(nb::handle object) const;
   bool has_dtype(nb::handle array) const;
+  // The value of an integer of Python's or numpy's usual one; none for everything else.
+  std::optional<int64_t> integer(nb::handle object) const;
   // A new array; null if there is no memory for it.
   nb::object empty(const std::vector<int64_t>& shape) const;
 
  private:
   const nb::object dtype_;
-  nb::object type_, empty_, name_;
+  nb::object type_, integer_, empty_, name_;
 };
 
 }  // namespace fw::native

@@ -220,6 +220,47 @@ nb::object RowCalls::gather_on_host(nb::handle idx, nb::handle out, nb::handle e
   return operands.out;
 }
 
+// Neighbouring bytes of the array, and the axes that the key leaves.
+struct RowCalls::Item {
+  uint64_t begin = 0, nbytes = 0;
+  std::vector<int64_t> shape;
+};
+
+// A launch of so few bytes runs in the calling thread.
+nb::object RowCalls::item(nb::handle key, nb::handle end) {
+  Item item;
+  if (launching_ != nullptr || !find_item(key, item) || fork_.in_child()) return nb::none();
+  const Turn turn(acquire_, release_);
+  if (!quiet()) return nb::none();
+  nb::object out = host_.empty(item.shape);
+  HostArray rows;
+  if (!out.is_valid() || !rows.take(out, true)) return nb::none();
+  const RowSize size = {.verb = RowSize::Verb::kGather, .index_bytes = 0, .count = item.nbytes};
+  plans_.run(launcher_, size, {0, item.nbytes, rows.address(), item.begin});
+  moved_.add(1);
+  if (failed()) staying([&] { end("gather", nb::none()); });
+  return item.shape.empty() ? nb::object(out[nb::tuple()]) : out;
+}
+
+bool RowCalls::find_item(nb::handle key, Item& item) const {
+  const bool several = PyTuple_CheckExact(key.ptr());
+  const size_t count = several ? size_t(PyTuple_GET_SIZE(key.ptr())) : 1;
+  if (row_bytes_ == 0 || count == 0 || count > row_shape_.size() + 1) return false;
+  item.nbytes = row_bytes_;
+  int64_t length = length_;
+  for (size_t axis = 0; axis < count; ++axis) {
+    if (axis != 0) {
+      length = row_shape_[axis - 1];
+      item.nbytes /= uint64_t(length);
+    }
+    auto index = host_.integer(several ? PyTuple_GET_ITEM(key.ptr(), Py_ssize_t(axis)) : key.ptr());
+    if (!index || *index < -length || *index >= length) return false;
+    item.begin += uint64_t(*index < 0 ? *index + length : *index) * item.nbytes;
+  }
+  item.shape.assign(row_shape_.begin() + std::ptrdiff_t(count - 1), row_shape_.end());
+  return true;
+}
+
 // Looks at operands of the CPU device, and makes the result.
 bool RowCalls::look_on_host(nb::handle idx, nb::handle out, Operands& operands, HostArray& indices,
                             HostArray& rows) {
@@ -498,6 +539,7 @@ void bind_row_calls(nanobind::module_& m) {
       .def("shut", &RowCalls::shut)
       .def("gather", &RowCalls::gather, nb::arg("idx").none(), nb::arg("out").none(),
            nb::arg("stream").none(), nb::arg("end"))
+      .def("item", &RowCalls::item, nb::arg("key").none(), nb::arg("end"))
       .def("prefetch", &RowCalls::prefetch, nb::arg("idx").none(), nb::arg("stream").none(),
            nb::arg("end"))
       .def("queue", &fw::native::queue, nb::arg("verb"), nb::arg("which"), nb::arg("stream"),

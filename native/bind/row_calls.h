@@ -144,6 +144,9 @@ class RowCalls {
   // waits for a moment; if the launch has not ended then, or has failed, it calls `end`.
   nb::object gather(nb::handle idx, nb::handle out, nb::handle stream, nb::handle end);
   bool prefetch(nb::handle idx, nb::handle stream, nb::handle end);
+  // Returns the element, or the elements in a row, at one integer for each of the first axes; on
+  // the CPU device. None if it goes the ordinary way.
+  nb::object item(nb::handle key, nb::handle end);
   // Returns what an asynchronous gather needs: result, stream, and address of the indices, their
   // number and size, and address of the result. None if it goes the ordinary way.
   nb::object operands(nb::handle idx, nb::handle out, nb::handle stream);
@@ -170,6 +173,9 @@ class RowCalls {
  private:
   struct Operands;
 
+  struct Item;
+
+  bool find_item(nb::handle key, Item& item) const;
   nb::object gather_on_host(nb::handle idx, nb::handle out, nb::handle end);
   bool look_on_host(nb::handle idx, nb::handle out, Operands& operands, HostArray& indices,
                     HostArray& rows);

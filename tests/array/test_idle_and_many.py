@@ -75,3 +75,18 @@ def test_a_launch_of_another_array_wakes_who_writes_evicted_lines_back(tmp_path:
         for each in arrays:
             assert (each.gather(ids) == 3).all()
             each.close()
+
+
+def test_elements_and_rows_are_what_numpy_selects(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).integers(0, 1 << 40, (50, 3, 700))
+    np.save(tmp_path / "x.npy", rows)
+    with fw.open(tmp_path / "x.npy", "r+", device="cpu", cache=1 << 20) as x:
+        for key in [7, -1, np.int64(3), (4, 2), (-50, -3, -700), (49, 2, 699), (1, np.int64(1), 5)]:
+            found, expected = x[key], rows[key]
+            assert type(found) is type(expected)
+            assert np.array_equal(found, expected)
+        x.scatter(np.array([7]), rows[8][None])
+        assert x[7, 2, 5] == rows[8, 2, 5]
+        for stray in [50, -51, (0, 3), (0, 0, 700), (0, 0, 0, 0), 1 << 70]:
+            with pytest.raises((fw.errors.BoundsError, fw.errors.ArgumentError)):
+                x[stray]

@@ -204,14 +204,22 @@ class Array(Protocols):
 
         Blocks. Takes integers, slices, Ellipsis, None, and integer or boolean arrays on any axes.
         If the whole key is an array of another library, `gather` reads its rows. Reads whole rows
-        of the first axis. If a key takes only a part of them, as ``x[:, 0]`` does, they are read in
-        blocks of `config.key_bytes`. The result is always a copy, never a view of the array.
+        of the first axis, but by integers on the CPU device only what they name. If a key takes a
+        part of rows, as ``x[:, 0]`` does, they are read in blocks of `config.key_bytes`. The
+        result is always a copy, never a view of the array.
 
         Raises
         ------
         BoundsError, IndexDtypeError, ArgumentError
             For what numpy refuses, single booleans and names of fields; nothing is read then.
         """
+        attachment = self._attachment
+        try:
+            item = attachment.row_calls.item(key, attachment.finish)
+        except DeviceError as error:
+            self._turns.raise_reason(error)
+        if item is not None:
+            return item
         key = in_memory(key)
         if is_foreign(key):
             return self.gather(key)

@@ -412,7 +412,7 @@ class ClientAttachment(Attachment):
         format_ = RowFormat(layout.dtype, layout.shape)
         self.launcher = ClientLauncher(client, format_, opened, cache.line_bytes)
         self.operands = Operands(client.device, format_, client.device)
-        nothing = dict.fromkeys(("gather", "prefetch", "shut"), _nothing)
+        nothing = dict.fromkeys(("gather", "item", "prefetch", "shut"), _nothing)
         self.row_calls = _Owners("a call", changes=0, **nothing)  # type: ignore[assignment]
         nothing = dict.fromkeys(("raise_lost", "wait", "come_behind"), _nothing)
         self.calls = _Owners(  # type: ignore[assignment]
