@@ -7,7 +7,6 @@ This is what a user holds. Its calls check their operands (`operands`) and launc
 from __future__ import annotations
 
 import functools
-import pickle
 import warnings
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -571,14 +570,6 @@ class Array(Protocols):
             attachment.close_lost()
 
     # Pickling.
-
-    def __deepcopy__(self, memo: object) -> Array:
-        try:
-            recipe = pickle.dumps(self)
-        except CopyError:
-            return super().__deepcopy__(memo)
-        copied: Array = pickle.loads(recipe)
-        return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         if self._recipe is None:

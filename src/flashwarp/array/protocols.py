@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from flashwarp import config, endings
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.keys import rows_at_once
-from flashwarp.errors import ArgumentError, FlashwarpError
+from flashwarp.errors import ArgumentError, CopyError, FlashwarpError
 from flashwarp.launch.rows import RowFormat
 
 _INSTEAD = "take rows, x[a:b], or all, numpy.asarray(x), or compute in a kernel"
@@ -36,6 +37,14 @@ class Protocols(endings.Closing):
         if not self._format.shape:
             raise TypeError("an array without axes has no length")
         return self._format.shape[0]
+
+    def __deepcopy__(self, memo: object) -> Self:
+        try:
+            recipe = pickle.dumps(self)
+        except CopyError:
+            return super().__deepcopy__(memo)
+        copied: Self = pickle.loads(recipe)
+        return copied
 
     def __repr__(self) -> str:
         facts = f"shape={self._format.shape} dtype={self._format.dtype}"

@@ -164,18 +164,8 @@ class QueuePairs(NotCopied):
             if transfers.route == "bounce" or transfers.leased
             else None
         )
-        unit = 1 if drive is None else _RING_ALIGNMENT
-        sq_bytes = align_up(depth * _SQE_BYTES, unit)
-        cq_bytes = align_up(depth * _CQE_BYTES, unit)
-        # Behind the doorbells, one more word shows a GPU's kernels that the process runs.
-        ring_bytes = count * (sq_bytes + cq_bytes + 2 * _DOORBELL_STRIDE) + _DOORBELL_STRIDE
-        if drive is not None and drive.rings_on_device:
-            # Whole pages are exported: the last one is ours, too.
-            self._rings = device.allocate(align_up(ring_bytes, unit) + _RING_ALIGNMENT)
-        else:
-            self._rings = device.allocate_host(ring_bytes)
-        sq = align_up(self._rings.address, unit)
-        self.ring_region = sq, ring_bytes  # address and size of the memory in which the rings lie
+        sq_bytes, cq_bytes = self._allocate_rings(drive)
+        sq, _ = self.ring_region
         cq = sq + count * sq_bytes
         doorbells = cq + count * cq_bytes
         pair_bytes = ctypes.sizeof(QueuePairStruct)
@@ -239,6 +229,22 @@ class QueuePairs(NotCopied):
         if parts:
             device.upload(self.address + pairs_bytes, NamespacePart.table(parts))
         self._drive_place = self.address + drive_place
+
+    def _allocate_rings(self, drive: DriveSide | None) -> tuple[int, int]:
+        """Allocate rings and doorbells; return the bytes of a submission and a completion queue."""
+        unit = 1 if drive is None else _RING_ALIGNMENT
+        sq_bytes = align_up(self.depth * _SQE_BYTES, unit)
+        cq_bytes = align_up(self.depth * _CQE_BYTES, unit)
+        # Behind the doorbells, one more word shows a GPU's kernels that the process runs.
+        ring_bytes = self.count * (sq_bytes + cq_bytes + 2 * _DOORBELL_STRIDE) + _DOORBELL_STRIDE
+        if drive is not None and drive.rings_on_device:
+            # Whole pages are exported: the last one is ours, too.
+            self._rings = self.device.allocate(align_up(ring_bytes, unit) + _RING_ALIGNMENT)
+        else:
+            self._rings = self.device.allocate_host(ring_bytes)
+        # Address and size of the memory in which the rings lie.
+        self.ring_region = align_up(self._rings.address, unit), ring_bytes
+        return sq_bytes, cq_bytes
 
     def address_for_drive(
         self, addressing: DriveAddressingStruct, extents: Sequence[NamespacePart] = ()
