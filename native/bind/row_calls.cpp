@@ -244,7 +244,7 @@ nb::object RowCalls::item(nb::handle key, nb::handle end) {
 
 bool RowCalls::find_item(nb::handle key, Item& item) const {
   const bool several = PyTuple_CheckExact(key.ptr());
-  const size_t count = several ? size_t(PyTuple_GET_SIZE(key.ptr())) : 1;
+  const size_t count = several ? size_t(PyTuple_Size(key.ptr())) : 1;
   if (row_bytes_ == 0 || count == 0 || count > row_shape_.size() + 1) return false;
   item.nbytes = row_bytes_;
   int64_t length = length_;
@@ -253,7 +253,7 @@ bool RowCalls::find_item(nb::handle key, Item& item) const {
       length = row_shape_[axis - 1];
       item.nbytes /= uint64_t(length);
     }
-    auto index = host_.integer(several ? PyTuple_GET_ITEM(key.ptr(), Py_ssize_t(axis)) : key.ptr());
+    auto index = host_.integer(several ? PyTuple_GetItem(key.ptr(), Py_ssize_t(axis)) : key.ptr());
     if (!index || *index < -length || *index >= length) return false;
     item.begin += uint64_t(*index < 0 ? *index + length : *index) * item.nbytes;
   }

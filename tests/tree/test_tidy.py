@@ -558,7 +558,9 @@ def test_no_native_file_leaves_the_limited_api() -> None:
         text=True,
         check=True,
     )
-    limited = set(re.findall(r"\w+", preprocessed.stdout))
+    # What a macro stands for need not exist: PyStructSequence_GET_ITEM names what only others have.
+    declared = re.sub(r"(?m)^(#define \w+).*", r"\1", preprocessed.stdout)
+    limited = set(re.findall(r"\w+", declared))
 
     for path in native_files:
         code = re.sub(r"//.*", "", path.read_text())
