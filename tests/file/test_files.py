@@ -122,6 +122,9 @@ def test_tensors_of_torch(tmp_path: Path, options: dict[str, Any]) -> None:
         back = torch.zeros_like(values)
         assert f.read_into(back, 1) == 10_000
         assert torch.equal(back, values)
+        one = back.zero_()[7:8, 99::2]  # contiguous, with strides of others
+        assert f.read_into(one, 1 + 2 * 799) == 2
+        assert back[7, 99] == values[7, 99]
         with pytest.raises(ArgumentError, match="not contiguous"):
             f.read_into(back.t(), 0)
 

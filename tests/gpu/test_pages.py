@@ -23,7 +23,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_program_runs_on_the_gpu_by_default(block: str, tmp_path: Path) -> None:
-    (array,) = re.findall(r"^with fw\.\w+\(.*\) as (\w+):", block, re.MULTILINE)
+    *_, array = re.findall(r"^with fw\.\w+\(.*\) as (\w+):", block, re.MULTILINE)
     script = f"{block}\nassert {array}.device.name == 'cuda:0', {array}.device.name\n"
 
     result = subprocess.run(

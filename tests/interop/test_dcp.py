@@ -73,6 +73,7 @@ def many() -> dict[str, Any]:
         "scalar": torch.tensor(7),
         "empty": torch.zeros(0, 3),
         "transposed": base.t(),
+        "one": base[2:3, 58::2],
         "strided": base[::2, 1::3],
         "view": base[10:20],
         "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
@@ -94,7 +95,7 @@ def zeroed(state: Any) -> Any:
 
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
-        a, b = (t.resolve_conj().contiguous() for t in (a, b))
+        a, b = (t.resolve_conj().clone(memory_format=torch.contiguous_format) for t in (a, b))
         return (
             a.dtype == b.dtype
             and a.shape == b.shape

@@ -95,6 +95,7 @@ def test_other_floats_layouts_and_shared_tensors(tmp_path: Path) -> None:
         "inf": -math.inf,
         "t": weight.t(),
         "strided": weight[::2, 1:4],
+        "one": weight[1:2, 3::2],
         "a": weight,
         "b": weight,
         "ordered": OrderedDict(x=1),
@@ -110,6 +111,7 @@ def test_other_floats_layouts_and_shared_tensors(tmp_path: Path) -> None:
     assert again["inf"] == -math.inf
     assert torch.equal(again["t"], weight.t())
     assert torch.equal(again["strided"], weight[::2, 1:4])
+    assert torch.equal(again["one"], weight[1:2, 3::2]), "contiguous, with strides of others"
     assert again["a"] is again["b"]
     assert again["ordered"] == {"x": 1}
     assert again["numpy"].tolist() == [0, 1, 2]

@@ -27,7 +27,7 @@ enum { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500, kNotR
 enum {
   kCallsMax = 128,
   kFunctionsMax = 1024,
-  kWaitsMax = 4096,
+  kWaitsMax = 65536,
   kMemoriesMax = 1024,
   kWorkMax = 65536,
   kEventMagic = 0xE0E0

@@ -152,7 +152,8 @@ def _bytes_of(tensor: Any) -> Any:
 
         if not tensor.is_contiguous():
             raise ArgumentError("the tensor is not contiguous: give tensor.contiguous()")
-        return tensor.detach().reshape(-1).view(torch.uint8)
+        # A single element counts as contiguous whatever its strides are, and `view` minds them.
+        return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     if library not in ("numpy", "cupy"):
         raise DtypeError(
             f"{type(tensor).__name__} is no tensor of numpy, torch or CuPy: convert it, as by "

@@ -171,5 +171,6 @@ def _region(name: str, tensor: torch.Tensor) -> Region:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.view(-1) if tensor.ndim else tensor.view(1)
+    # A single element counts as contiguous whatever its strides are, and `view` minds them.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())

@@ -110,6 +110,8 @@ def _data_of(tensor: torch.Tensor) -> memoryview:
     if not here.nbytes:
         return memoryview(b"")
     if here.is_contiguous():
-        return memoryview(here.view(-1).view(torch.uint8).numpy())
+        # A single element counts as contiguous whatever its strides are, and `view` minds them.
+        flat = here.as_strided((here.numel(),), (1,))
+        return memoryview(flat.view(torch.uint8).numpy())
     flat = torch.empty(0, dtype=torch.uint8).set_(here.untyped_storage())
     return memoryview(flat.numpy())
