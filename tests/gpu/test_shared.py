@@ -186,8 +186,8 @@ def test_two_processes_share_lines_and_memory(tmp_path: Path, folder: Path, path
         assert two.run(read) == [2000, 0]
         assert two.run("result = int(x[...].sum())") == ROWS.sum()
 
-        # Each client has a context of its own, of some hundred MiB.
-        assert free - device.memory_info().free_bytes < large + (4 << 30)
+        # Less than a second copy: each client has a context, and tests beside this one have more.
+        assert free - device.memory_info().free_bytes < 2 * large
 
 
 def test_rows_are_right_while_lines_are_evicted(tmp_path: Path, folder: Path) -> None:
