@@ -121,3 +121,21 @@ def test_an_array_that_only_a_lost_pipeline_held_closes_without_the_garbage_coll
 
     assert attachment.closed
     assert (np.load(tmp_path / "rows.npy")[:8] == 2 * ROWS[:8]).all()
+
+
+@pytest.mark.parametrize("client", [False, True])
+def test_cache_closes_behind_the_thread_that_closes_a_lost_array(
+    client: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("rows.npy", ROWS)
+    with fw.Cache("64 KiB", shared="behind", device="cpu", line=512) as owner:
+        cache = fw.Cache(shared="behind") if client else owner
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            x = fw.open("rows.npy", "r+", cache=cache)
+            x[:8] = 2 * ROWS[:8]
+            with cache.turn:  # as in the middle of a call
+                del x
+                gc.collect()
+        cache.close()
+    assert (np.load("rows.npy")[:8] == 2 * ROWS[:8]).all()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -423,7 +422,7 @@ class Attachment(endings.NotCopied):
         if begun:
             return
         with contextlib.suppress(RuntimeError):  # no thread: the interpreter ends, and closes it
-            endings.start(threading.Thread(target=self._close_or_raise, name="flashwarp closing"))
+            self.cache.closings.start(self._close_or_raise)
 
     def _close_or_raise(self) -> None:
         failure = self.close()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-import threading
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -527,4 +526,4 @@ class ClientAttachment(Attachment):
 
     def close_lost(self) -> None:
         """Close it in another thread: the garbage collector calls this in any."""
-        endings.start(threading.Thread(target=self.close, name="flashwarp closing"))
+        self.cache.closings.start(self.close)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from flashwarp import endings
 from flashwarp._names import renamed
+from flashwarp.cache.closings import Closings
 from flashwarp.cache.failures import FailureSequence
 from flashwarp.cache.memory import VOLUMES_MAX, CacheMemory
 from flashwarp.cache.miss_list import allocate_misses
@@ -256,6 +257,7 @@ class Cache(endings.OfProcess):
         # no array may close while a kernel runs.
         self.turn = endings.Lock()
         self.streams = NotedStreams()
+        self.closings = Closings()
         self._volumes: dict[int, Volume] = {}
         self.submitters = Submitters()
         self._epochs = [0] * VOLUMES_MAX  # how often each entry was given up, if shared
@@ -543,6 +545,8 @@ class Cache(endings.OfProcess):
         owner of a shared cache also closes the arrays that clients have open, whose next call
         raises OwnerLostError.
         """
+        if not self._in_child and not self.turn._is_owned():  # else an array's own end calls this
+            self.closings.wait()
         endings.uninterrupted(self._close)
 
     def _close(self) -> None:
