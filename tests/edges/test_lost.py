@@ -131,11 +131,10 @@ def test_cache_closes_behind_the_thread_that_closes_a_lost_array(
     np.save("rows.npy", ROWS)
     with fw.Cache("64 KiB", shared="behind", device="cpu", line=512) as owner:
         cache = fw.Cache(shared="behind") if client else owner
-        with pytest.warns(ResourceWarning, match="was not closed"):
-            x = fw.open("rows.npy", "r+", cache=cache)
-            x[:8] = 2 * ROWS[:8]
-            with cache.turn:  # as in the middle of a call
-                del x
-                gc.collect()
+        held = [fw.open("rows.npy", "r+", cache=cache)]
+        held[0][:8] = 2 * ROWS[:8]
+        # As in the middle of a call.
+        with cache.turn, pytest.warns(ResourceWarning, match="was not closed"):
+            held.clear()
         cache.close()
     assert (np.load("rows.npy")[:8] == 2 * ROWS[:8]).all()
