@@ -174,6 +174,8 @@ class Stager:
 
     def _empty(self, entry: Entry) -> None:
         for each in self._core.tiers:
+            if each.holds(entry):
+                return  # its copy is over, and what fills the tiers below is a flush
             if each.filling(entry):
                 self._core.apply(each, entry, Event.FILL_FAILED)
 
