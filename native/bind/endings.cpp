@@ -274,6 +274,24 @@ void free_guard(PyObject* self) {
   Py_DECREF(type);
 }
 
+// The end of a `with` statement. A Python function looks for signals before its first line, so a
+// handler could raise there, and nothing would be closed.
+PyObject* leave_closing(PyObject* self, PyObject*) {
+  PyObject* closed = call_method(self, "close");
+  if (closed != nullptr) {
+    Py_DECREF(closed);
+    Py_RETURN_NONE;
+  }
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  PyObject* ended = PyObject_CallMethod(self, "_end_interrupted", "O", value);
+  if (ended == nullptr) PyErr_WriteUnraisable(self);
+  Py_XDECREF(ended);
+  PyErr_Restore(type, value, trace);
+  return nullptr;
+}
+
 PyObject* make_type(PyType_Spec& spec) {
   PyObject* type = PyType_FromSpec(&spec);
   if (type == nullptr) throw nb::python_error();
@@ -303,6 +321,17 @@ nb::object held_type() {
   return held;
 }
 
+// `Leaving`, the base of what a `with` statement closes; see `flashwarp.endings.Closing`.
+nb::object leaving_type() {
+  static PyMethodDef methods[] = {
+      {"__exit__", &leave_closing, METH_VARARGS, "Close, also if a signal handler raises first."},
+      {nullptr, nullptr, 0, nullptr}};
+  static PyType_Slot slots[] = {{Py_tp_methods, methods}, {0, nullptr}};
+  static PyType_Spec spec = {"flashwarp._native.Leaving", sizeof(PyObject), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+  return nb::steal(make_type(spec));
+}
+
 PyMethodDef methods[] = {
     {"uninterrupted", &uninterrupted, METH_VARARGS,
      "Call a function where no signal handler runs, and `lost` if one raises then."},
@@ -318,4 +347,5 @@ PyMethodDef methods[] = {
 void bind_endings(nb::module_& m) {
   if (PyModule_AddFunctions(m.ptr(), methods) != 0) throw nb::python_error();
   m.attr("Held") = held_type();
+  m.attr("Leaving") = leaving_type();
 }

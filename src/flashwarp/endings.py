@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Protocol, Self, SupportsIndex, TypeVar
 
 from flashwarp import _native
-from flashwarp.errors import ClosedError, CopyError, ForkError
+from flashwarp.errors import ClosedError, CopyError, FlashwarpError, ForkError
 
 T = TypeVar("T")
 
@@ -384,8 +384,11 @@ class NotCopied:
         )
 
 
-class Closing(NotCopied):
-    """Base of objects that must be closed; a ``with`` statement closes them at its end."""
+class Closing(_native.Leaving, NotCopied):
+    """Base of objects that must be closed; a ``with`` statement closes them at its end.
+
+    It closes them wherever a signal handler raises: the first time at least.
+    """
 
     def close(self) -> None:
         """Release everything. May be called twice."""
@@ -394,8 +397,10 @@ class Closing(NotCopied):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def _end_interrupted(self, error: BaseException) -> None:
+        """End what `close` has left at the end of a ``with`` statement, when it raised this."""
+        if not isinstance(error, FlashwarpError):  # of a handler, perhaps before the first line
+            self.close()
 
 
 class OfProcess(Closing):

@@ -13,6 +13,8 @@ import pytest
 
 import flashwarp as fw
 from edges.interrupts import Left
+from flashwarp import endings
+from flashwarp.errors import DeviceError
 
 ROWS = np.arange(64 * 16.0).reshape(64, 16)
 
@@ -138,3 +140,22 @@ def test_cache_closes_behind_the_thread_that_closes_a_lost_array(
             held.clear()
         cache.close()
     assert (np.load("rows.npy")[:8] == 2 * ROWS[:8]).all()
+
+
+@pytest.mark.parametrize(
+    ("error", "times"), [(KeyboardInterrupt(), 2), (DeviceError("a failure of its own"), 1)]
+)
+def test_statement_closes_wherever_a_signal_comes(error: BaseException, times: int) -> None:
+    class Thing(endings.Closing):
+        calls = 0
+
+        def close(self) -> None:
+            self.calls += 1
+            if self.calls == 1:  # as before its first line
+                raise error
+
+    thing = Thing()
+    with pytest.raises(type(error)) as raised, thing:
+        pass
+    assert raised.value is error
+    assert thing.calls == times

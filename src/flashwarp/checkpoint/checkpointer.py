@@ -547,17 +547,13 @@ class Checkpointer(endings.Closing):
         if failure is not None:
             raise failure
 
-    def __exit__(self, *exception: object) -> None:
-        try:
-            self.close()
-        except BaseException as error:
-            if not self.closed and self._core.of_this_process():
-                # A signal: the statement ends all the same, and nobody could close it later.
-                lost = ", ".join(map(str, self._core.lost()[:8]))
-                if lost:
-                    error.add_note(f"the wait for flushes was interrupted, and lost: {lost}")
-                endings.uninterrupted(partial(self._close, []))
-            raise
+    def _end_interrupted(self, error: BaseException) -> None:
+        if not self.closed and self._core.of_this_process():
+            # A signal: the statement ends all the same, and nobody could close it later.
+            lost = ", ".join(map(str, self._core.lost()[:8]))
+            if lost:
+                error.add_note(f"the wait for flushes was interrupted, and lost: {lost}")
+            endings.uninterrupted(partial(self._close, []))
 
     def _close(self, failures: list[BaseException]) -> None:
         core = self._core
