@@ -144,6 +144,23 @@ def test_none_is_returned_without_versions_and_raised_for_damage_alone(
     assert (state == 9).all()
 
 
+def test_latest_without_a_protected_region_is_refused_unless_the_others_are_named(
+    opened: Opener,
+) -> None:
+    state, more = np.zeros(100), np.full(10, 5.0)
+    checkpointer = opened()
+    write(checkpointer, state, range(2), "default")
+    state[:] = 9
+    checkpointer.protect("more", more)
+
+    with pytest.raises(CheckpointError, match=r"version 1 .* no region 'more'.*only=\['state'\]"):
+        checkpointer.restart_latest()
+    assert (state == 9).all()
+    assert checkpointer.restart_latest(only=["state"]) == 1
+    assert (state == 1).all()
+    assert (more == 5).all()
+
+
 # The page's first sample.
 
 

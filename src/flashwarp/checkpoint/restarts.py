@@ -80,6 +80,15 @@ class Restarts:
             )
         if version is None:
             return None
+        if only is None:
+            stored = {region.name for region in self._lookup.load((name, version)).regions}
+            missing = [each for each in self._regions.names() if each not in stored]
+            if missing:
+                raise CheckpointError(
+                    f"version {version} of {name!r} has no region {', '.join(map(repr, missing))}, "
+                    "which would keep what it has; nothing was changed. To restore the others, "
+                    f"name them: only={[each for each in self._regions.names() if each in stored]}"
+                )
         self.restart((name, version), only, into)
         self._passed.update((name, each) for each in there if each > version)
         return version
