@@ -498,7 +498,6 @@ class Adam(_TableOptimizer):
     """
 
     _rule = RULES["adam"]
-    _more: Mapping[str, float] = {}
 
     def __init__(
         self,
@@ -509,8 +508,7 @@ class Adam(_TableOptimizer):
         eps: float = 1e-8,
         accept_newer: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, **self._more}
-        super().__init__(tables, defaults, accept_newer)
+        super().__init__(tables, {"lr": lr, "betas": betas, "eps": eps}, accept_newer)
 
     def _rates(self, group: dict[str, Any]) -> dict[str, float]:
         first, second = group["betas"]
@@ -547,5 +545,5 @@ class AdamW(Adam):
         weight_decay: float = 1e-2,
         accept_newer: bool = False,
     ) -> None:
-        self._more = {"weight_decay": weight_decay}
-        super().__init__(tables, lr, betas=betas, eps=eps, accept_newer=accept_newer)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _TableOptimizer.__init__(self, tables, defaults, accept_newer)
