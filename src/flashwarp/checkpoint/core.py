@@ -480,7 +480,7 @@ class Core:
             yield
         finally:
             with self.changed:
-                self.restoring[key] -= 1
+                self.restoring -= Counter([key])  # drops what is no more
 
     def is_restored(self, key: Key) -> bool:
         """Return whether a restore of a version is under way; called under the lock."""
