@@ -282,7 +282,7 @@ def test_arrays_of_other_integers(sampler_of, dtype):
 
 @pytest.mark.parametrize("seed", [-1, 1024, 1 << 40])
 def test_seed_that_is_no_vertex(sampler, seed):
-    with pytest.raises(BoundsError):
+    with pytest.raises(BoundsError, match=f"seed {seed} is no vertex: the graph has 1024"):
         sampler.sample([3, seed])
 
     assert sampler.sample([3]).batch_size == 1

@@ -44,7 +44,8 @@ def rule_of(optimizer: str) -> Rule:
         return RULES[optimizer]
     except (KeyError, TypeError):
         raise ArgumentError(
-            f"optimizer={optimizer!r}: there are {', '.join(map(repr, RULES))}"
+            f"optimizer={optimizer!r}: there are {', '.join(map(repr, RULES))}, the last for Adam "
+            "and AdamW"
         ) from None
 
 

@@ -64,7 +64,8 @@ def _locked(path: str, rank: int) -> LockedError:
     return LockedError(
         errno.EWOULDBLOCK,
         f"{who} writes rank {rank} here: use another rank or path, wait until it closes its "
-        "directory, or open with writable=False",
+        "directory, or only read: config={'read_only': True} of a Checkpointer, writable=False of "
+        "a Directory",
         path,
         holder,
     )

@@ -21,7 +21,14 @@ import torch.utils.data
 from flashwarp.array.array import Array
 from flashwarp.config import SIZE_MAX, flag, integer
 from flashwarp.endings import Closing
-from flashwarp.errors import ArgumentError, CaptureError, ClosedError, DtypeError, IndexDtypeError
+from flashwarp.errors import (
+    ArgumentError,
+    BoundsError,
+    CaptureError,
+    ClosedError,
+    DtypeError,
+    IndexDtypeError,
+)
 from flashwarp.interop.torch.operators import check_plain, torch_device
 from flashwarp.program.compiling import Kernel, Program
 from flashwarp.program.compiling import compile as compile_kernels
@@ -338,7 +345,15 @@ class NeighborSampler(Closing):
         launch("enter_seeds", len(seeds), work.nodes, len(seeds), self.vertices, *work.table())
         for hop in range(1, hops + 1):
             work.hop(launch, hop, (draw * hops + hop) % (1 << 64))
-        counts = self._read(work.counts, stream)
+        try:
+            counts = self._read(work.counts, stream)
+        except BoundsError as error:  # of the offsets, which have one more than there are vertices
+            wrong = seeds[(seeds < 0) | (seeds >= self.vertices)]
+            if not len(wrong):
+                raise
+            raise BoundsError(
+                f"seed {int(wrong[0])} is no vertex: the graph has {self.vertices}"
+            ) from error
         return work.finish(launch, counts)
 
     def _launch(self, stream: int | None, name: str, items: int, *arguments: object) -> None:
