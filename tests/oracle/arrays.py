@@ -141,6 +141,22 @@ def part_of_rows(hand: Hand) -> None:
     hand.stores(held, line, rows, now)
 
 
+@step(3)
+def read_element(hand: Hand) -> None:
+    """Read x[i, j, ...]: an element, or the neighbours that such a key leaves."""
+    held = choose(hand)
+    if held is None or not held.row_shape or 0 in held.row_shape:
+        return
+    axes = held.row_shape[: hand.random.randint(1, len(held.row_shape))]
+    place = tuple(hand.random.randrange(-length, length) for length in axes)
+    row = hand.random.randrange(held.count)
+    hand.say("{}[{}]", held, (row, *place))
+    read = held.model.read(np.array([row]))
+    got = held.model.now[row].copy()
+    got[place] = held.array[(row, *place)]
+    hand.check(held, read, got[None])
+
+
 # Rows by index.
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 import flashwarp as fw
 from flashwarp.errors import (
+    CheckpointError,
     ExistingVersionError,
     FlashwarpError,
     LockedError,
@@ -196,6 +197,9 @@ def restore_version(hand: Hand) -> None:
     """Restore a version, into new arrays or the protected ones."""
     saved = _of(hand)
     version = hand.random.randrange(_VERSIONS)
+    latest = hand.odds(0.2) and saved.versions
+    if latest:
+        version = max(saved.versions)
     want = saved.versions.get(version)
     fits = want is not None and all(
         name in saved.regions
@@ -210,10 +214,22 @@ def restore_version(hand: Hand) -> None:
         except MissingVersionError:
             return
         raise Wrong(f"version {version} was restored, and there is none")
+    lacking = latest and set(saved.regions) - set(want)
+    if lacking:
+        hand.say(f"c.restart_latest()  # version {version} lacks {lacking}")
+        try:
+            saved.writer.restart_latest()
+        except CheckpointError:
+            return
+        raise Wrong(f"version {version} was restored, and lacks {lacking}")
     if fits:
-        hand.say(f"c.restart({version})")
-        got = saved.writer.restart(version)
-        _same(hand, f"restart({version})", got, want)
+        if latest:
+            hand.say(f"c.restart_latest()  # {version}")
+            if saved.writer.restart_latest() != version:
+                raise Wrong(f"version {version} is the newest, and another one was restored")
+        else:
+            hand.say(f"c.restart({version})")
+            _same(hand, f"restart({version})", saved.writer.restart(version), want)
         for name, content in want.items():
             saved.regions[name].content = content.copy()
             _same(hand, "the region", {name: saved.regions[name].array}, {name: content})
