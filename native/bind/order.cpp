@@ -23,7 +23,8 @@ void bind_order(nb::module_& m);
 namespace {
 
 // Calls `queue` between the beginning and the end of an access, which no signal handler can part.
-// `refuse` raises what the driver has returned. Without a stream, the access is on our `own`.
+// If the driver refuses the stream, `refuse` is called with its result, and raises. An access
+// without a stream is on our `own`.
 nb::object call(Order& order, nb::handle refuse, uintptr_t own, std::optional<uintptr_t> on,
                 bool stores, std::pair<uint64_t, uint64_t> lines, nb::handle queue) {
   const auto [begin, end] = lines;
