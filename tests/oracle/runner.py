@@ -292,6 +292,7 @@ def run_programs(
     outcome = Outcome(first=first)
     end = time.monotonic() + seconds
     seed = first
+    modules = 0
     while (
         outcome.calls < calls
         and outcome.programs < programs
@@ -314,8 +315,12 @@ def run_programs(
         outcome.checks += world.checks
         outcome.last = seed
         seed += 1
-        if outcome.programs % 200 == 0:
+        if outcome.programs % 200 == 0 or len(sys.modules) > modules:
             gc.collect()
+        if len(sys.modules) > modules:
+            # The million objects of imported modules: collections among the steps skip them.
+            gc.freeze()
+            modules = len(sys.modules)
     return outcome
 
 
