@@ -294,6 +294,14 @@ def test_what_is_no_path_no_storage_and_no_choice(path: Path, tmp_path: Path, va
                 x.drop_cache(value)
 
 
+@pytest.mark.parametrize("contents", [b"\x93NUMPY\0" * 9, b"x" * 40_000_000])
+def test_contents_are_no_path(contents: bytes) -> None:
+    for attempt in (fw.open, fw.load, File):
+        with pytest.raises(FlashwarpError, match="for memory give a storage") as caught:
+            attempt(contents)
+        assert len(str(caught.value)) < 1000
+
+
 def test_no_device_is_a_block_device(path: Path) -> None:
     with pytest.raises(FlashwarpError):
         BlockDevice(path)

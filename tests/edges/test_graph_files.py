@@ -10,8 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashwarp import graphs
-from flashwarp.errors import FileFormatError, MissingFileError
+from flashwarp import graphs, trace
+from flashwarp.errors import (
+    ExistingFileError,
+    FileFormatError,
+    FlashwarpError,
+    MissingFileError,
+)
 
 
 @pytest.fixture
@@ -202,3 +207,63 @@ def test_pipe_is_no_graph(tmp_path: Path, name: str) -> None:
 def test_absent_file(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="kron:SCALE"):
         graphs.load(tmp_path / "absent", tmp_path / "graph")
+
+
+# Files of others, under names that a graph has.
+
+
+@pytest.mark.parametrize("by_degree", [False, True])
+@pytest.mark.parametrize("names", [["labels.npy"], ["offsets.npy", "weights.npy"], ["graph.json"]])
+def test_files_that_are_no_graph_stay(tmp_path: Path, names: list[str], by_degree: bool) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"mine")
+
+    with pytest.raises(ExistingFileError, match=", ".join(names)) as caught:
+        graphs.load("kron:4", tmp_path, by_degree=by_degree)
+
+    assert "name another folder, or remove these files" in str(caught.value)
+    assert sorted(each.name for each in tmp_path.iterdir()) == names
+    assert {(tmp_path / name).read_bytes() for name in names} == {b"mine"}
+
+
+def test_weights_of_something_else_beside_a_graph_stay(tmp_path: Path) -> None:
+    graphs.load("kron:4", tmp_path)
+    np.save(tmp_path / "weights.npy", np.ones(7, "f4"))
+
+    with pytest.raises(ExistingFileError, match="not one weight for each neighbour"):
+        graphs.load("kron:5", tmp_path)
+
+    assert len(np.load(tmp_path / "weights.npy")) == 7
+    assert len(np.load(tmp_path / "offsets.npy")) == 17
+
+
+def test_a_graph_replaces_a_graph_beside_other_files(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+
+    graphs.load("kron:4", folder)
+
+    assert graphs.CsrGraph.open(folder).labels is None
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+# Paths.
+
+
+def test_a_path_is_what_it_is_elsewhere(folder: Path) -> None:
+    ring, again = os.fsencode(folder), os.fsencode(folder.parent / "again")
+
+    assert graphs.CsrGraph.open(ring).vertices == 64
+    assert graphs.load(os.fsencode(folder.parent / "ring.txt"), again).vertices == 64
+
+
+@pytest.mark.parametrize("given", [None, 7, "a\0b", "x" * 40_000_000, b"\x93" * 40_000_000])
+def test_what_is_no_path_is_refused_in_few_words(tmp_path: Path, given: object) -> None:
+    for attempt in (
+        lambda: graphs.load("kron:4", given),  # type: ignore[arg-type]
+        lambda: graphs.load(given, tmp_path),
+        lambda: graphs.CsrGraph.open(given),  # type: ignore[arg-type]
+        lambda: trace.Trace.load(given),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(FlashwarpError) as caught:
+            attempt()
+        assert len(str(caught.value)) < 1000

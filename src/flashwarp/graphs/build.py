@@ -18,9 +18,17 @@ from numpy.typing import NDArray
 from flashwarp.config import SIZE_MAX, integer
 from flashwarp.device import CpuDevice
 from flashwarp.errors import ArgumentError, FileFormatError
-from flashwarp.graphs.csr import NEIGHBOURS, OFFSETS, WEIGHTS, CsrGraph, begin, finish
+from flashwarp.graphs.csr import (
+    NEIGHBOURS,
+    OFFSETS,
+    WEIGHTS,
+    CsrGraph,
+    check_replaceable,
+    publish,
+    save_labels,
+)
 from flashwarp.graphs.edges import VERTICES_MAX, Edges, EdgeSource, parallel_map
-from flashwarp.storage import npy
+from flashwarp.storage import files, npy
 
 MEMORY_BYTES = 2 << 30
 """Keys held in memory before they go to files. Sorting takes twice a bucket more."""
@@ -35,10 +43,13 @@ def write_csr(source: EdgeSource, folder: Path, memory_bytes: int = MEMORY_BYTES
     """Write the graph of these edges to `folder`, which is made if it is not there.
 
     Lists are sorted, without loops; of duplicate edges the first counts. With
-    `source.symmetric`, every edge is stored in both directions.
+    `source.symmetric`, every edge is stored in both directions. A graph that is there stays until
+    the new one is written.
 
     Raises
     ------
+    ExistingFileError
+        For a folder with files of these names that are no graph.
     FileFormatError
         For an edge to a vertex outside the graph, and for so many vertices that their offsets
         exceed the free memory.
@@ -53,19 +64,22 @@ def write_csr(source: EdgeSource, folder: Path, memory_bytes: int = MEMORY_BYTES
             f"{source.vertices} vertices need {needed} bytes of memory, and {free} are free: "
             "number the vertices without gaps"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    begin(folder, source.labels)
+    check_replaceable(folder)
+    with files.writing(str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
     dtype: np.dtype[Any] = _RECORD if source.weighted else np.dtype("<u8")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
         buckets = _Buckets(source, dtype, Path(scratch), memory_bytes)
         for pieces in parallel_map(lambda edges: _deal(edges, source, buckets), source.edges):
             buckets.add(pieces)
         buckets.seal()
-        offsets = _write_lists(buckets, source, folder)
-    with (folder / OFFSETS).open("wb") as file:
-        file.write(npy.header(offsets.shape, offsets.dtype))
-        offsets.tofile(file)
-    finish(folder, source.labels)
+        offsets = _write_lists(buckets, source, Path(scratch))
+        with Path(scratch, OFFSETS).open("wb") as file:
+            file.write(npy.header(offsets.shape, offsets.dtype))
+            offsets.tofile(file)
+        if source.labels is not None:
+            save_labels(Path(scratch), source.labels)
+        publish(Path(scratch), folder)
     return CsrGraph(folder, offsets, source.weighted, source.labels)
 
 

@@ -10,8 +10,10 @@ version. One of the two without the other is an error, so that numbers never pas
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,20 @@ from numpy.typing import NDArray
 from flashwarp.array.array import Array
 from flashwarp.array.opening import open as open_array
 from flashwarp.config import SIZE_MAX, integer
-from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
+from flashwarp.errors import (
+    ArgumentError,
+    ExistingFileError,
+    FileFormatError,
+    FlashwarpError,
+    MissingFileError,
+)
+from flashwarp.storage import files
 from flashwarp.storage.npy import read_layout
 
 OFFSETS, NEIGHBOURS, WEIGHTS = "offsets.npy", "neighbours.npy", "weights.npy"
 _LABELS, _FORMAT = "labels.npy", "graph.json"
 _BY_DEGREE = {"version": 2, "order": "degree"}
+_NAMES = (OFFSETS, NEIGHBOURS, WEIGHTS, _LABELS, _FORMAT)
 
 # Much longer than what `finish` writes.
 _FORMAT_BYTES_MAX = 4096
@@ -72,7 +82,7 @@ class CsrGraph:
         return f"CsrGraph({str(self.folder)!r}, {size}{weighted}{labels})"
 
     @classmethod
-    def open(cls, folder: str | Path) -> CsrGraph:
+    def open(cls, folder: files.PathLike) -> CsrGraph:
         """Open a folder.
 
         Raises
@@ -85,7 +95,7 @@ class CsrGraph:
             and labels. `check` and `in_memory` check neighbours. Device code does not check them,
             so call `check` for a folder that you have not made.
         """
-        folder = Path(folder)
+        folder = Path(files.check_name(folder))
         offsets: NDArray[np.int64] = _read(folder / OFFSETS, np.int64)
         if len(offsets) == 0 or offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
             raise FileFormatError(f"{folder / OFFSETS}: offsets begin with 0 and never fall")
@@ -228,18 +238,38 @@ class CsrGraph:
             )
 
 
-def begin(folder: Path, labels: NDArray[np.uint32] | None) -> None:
-    """Prepare a folder for a graph; until `finish`, a graph with labels does not open."""
-    for name in (WEIGHTS, _FORMAT, _LABELS):
+def check_replaceable(folder: Path) -> None:
+    """Raise ExistingFileError if a file that a graph would replace is none of a graph's."""
+    there = [name for name in _NAMES if os.path.lexists(folder / name)]
+    if not there:
+        return
+    try:
+        CsrGraph.open(folder)
+    except FlashwarpError as error:
+        raise ExistingFileError(
+            errno.EEXIST,
+            f"holds {', '.join(there)}, and no graph ({error}): name another folder, or remove "
+            "these files first",
+            str(folder),
+        ) from error
+
+
+def save_labels(folder: Path, labels: NDArray[np.uint32]) -> None:
+    """Write what makes lists in a folder a graph of version 2."""
+    np.save(folder / _LABELS, labels)
+    (folder / _FORMAT).write_text(json.dumps(_BY_DEGREE) + "\n")
+
+
+def publish(made: Path, folder: Path) -> None:
+    """Move the files of a graph to their folder, in place of an earlier graph.
+
+    The offsets go first and come last: with files of both, no graph is there.
+    """
+    for name in _NAMES:
         (folder / name).unlink(missing_ok=True)
-    if labels is not None:
-        np.save(folder / _LABELS, labels)
-
-
-def finish(folder: Path, labels: NDArray[np.uint32] | None) -> None:
-    """Mark a folder as complete: all files of the graph are written."""
-    if labels is not None:
-        (folder / _FORMAT).write_text(json.dumps(_BY_DEGREE) + "\n")
+    for name in reversed(_NAMES):
+        if (made / name).exists():
+            (made / name).replace(folder / name)
 
 
 def _load_labels(folder: Path, vertices: int) -> NDArray[np.uint32] | None:

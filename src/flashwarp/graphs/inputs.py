@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.graphs import order
 from flashwarp.graphs.build import MEMORY_BYTES, write_csr
-from flashwarp.graphs.csr import CsrGraph
+from flashwarp.graphs.csr import CsrGraph, check_replaceable
 from flashwarp.graphs.edges import VERTICES_MAX, Edges, EdgeSource
 from flashwarp.graphs.generate import EDGE_FACTOR, kronecker, uniform
 from flashwarp.graphs.memory import source_in_memory
+from flashwarp.storage import files
 
 _GENERATORS = {"kron": kronecker, "urand": uniform}
 _TEXT_BYTES = 16 << 20
@@ -36,8 +37,8 @@ _COMMENT = re.compile(rb"^[^\S\n]*[#%].*$", re.MULTILINE)
 
 
 def load(
-    what: str | Path | Any,
-    folder: str | Path,
+    what: files.PathLike | Any,
+    folder: files.PathLike,
     *,
     edge_factor: int = EDGE_FACTOR,
     seed: int = 1,
@@ -51,15 +52,16 @@ def load(
 
     Parameters
     ----------
-    what : str or Path
+    what : path-like or graph in memory
         ``kron:SCALE`` or ``urand:SCALE``; a folder made by this function; or a file: Matrix Market
         (``.mtx``, needs scipy), ``.npz`` as `scipy.sparse.save_npz` writes it, else an edge list:
         text with two vertices a line, counted from 0, and optionally a weight; lines that begin
         with ``#`` or ``%`` are skipped. Text may be compressed (``.gz``). Or a graph in memory: its
         edges as an array or tensor of shape ``(2, count)``, sources first; a sparse matrix of
         scipy; or a ``Data`` of PyG, with its ``edge_weight``.
-    folder : str or Path
-        Where its files go; not used if `what` is a folder, unless `by_degree` orders its graph.
+    folder : path-like
+        Where its files go, in place of a graph that is there; not used if `what` is a folder,
+        unless `by_degree` orders its graph.
     edge_factor, seed : int
         For generated graphs: edges drawn for each vertex, and the seed of the random stream.
     symmetric : bool, optional
@@ -86,6 +88,8 @@ def load(
     ------
     MissingFileError
         When there is no such file.
+    ExistingFileError
+        When `folder` has files of a graph's names that are none. They stay as they are.
     ArgumentError
         When a matrix has an entry in one direction only, and `symmetric` is not given; when a graph
         in memory is none.
@@ -101,21 +105,21 @@ def load(
     >>> load(folder / "triangle.txt", folder / "triangle").in_memory().tolist()
     [1, 2, 0, 2, 0, 1]
     """
-    folder = Path(folder)
-    named = isinstance(what, str | Path)
-    if named and Path(what).is_dir():
+    folder = Path(files.check_name(folder))
+    path = Path(files.check_name(what)) if files.is_path(what) else None
+    if path is not None and path.is_dir():
         if reverse:
             raise ArgumentError("reverse= is for graphs that are made, and this one is there")
-        found = CsrGraph.open(what)
+        found = CsrGraph.open(path)
         found.check()
         if not by_degree or found.labels is not None:
             return found
         return order.by_degree(found, folder, memory_bytes=memory_bytes)
-    if named and vertices is not None:
+    if path is not None and vertices is not None:
         raise ArgumentError("vertices= is for edges in memory: a file says it itself")
     source = (
         source_of(what, edge_factor=edge_factor, seed=seed, symmetric=symmetric)
-        if named
+        if path is not None
         else source_in_memory(what, vertices, bool(symmetric))
     )
     if reverse:
@@ -123,21 +127,24 @@ def load(
         source = replace(source, edges=edges, degrees=None)
     if not by_degree:
         return write_csr(source, folder, memory_bytes)
-    folder.mkdir(parents=True, exist_ok=True)
+    check_replaceable(folder)
+    with files.writing(str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".as-given-") as scratch:
         given = write_csr(source, Path(scratch), memory_bytes)
         return order.by_degree(given, folder, memory_bytes=memory_bytes)
 
 
 def source_of(
-    what: str | Path,
+    what: files.PathLike,
     *,
     edge_factor: int = EDGE_FACTOR,
     seed: int = 1,
     symmetric: bool | None = None,
 ) -> EdgeSource:
     """Return the edges that `load` would store; the parameters are the same."""
-    name, colon, scale = str(what).partition(":")
+    what = files.check_name(what)
+    name, colon, scale = what.partition(":")
     if colon and name in _GENERATORS:
         if not scale.isdecimal():
             raise ArgumentError(f"{what!r}: the scale is a number, as in {name}:20")

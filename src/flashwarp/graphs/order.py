@@ -17,18 +17,21 @@ from flashwarp.errors import ArgumentError
 from flashwarp.graphs.build import MEMORY_BYTES, write_csr
 from flashwarp.graphs.csr import CsrGraph
 from flashwarp.graphs.edges import Edges, EdgeSource, parallel_map
+from flashwarp.storage import files
 
 _PART_ENTRIES = 1 << 20
 
 
-def by_degree(graph: CsrGraph, folder: str | Path, *, memory_bytes: int = MEMORY_BYTES) -> CsrGraph:
+def by_degree(
+    graph: CsrGraph, folder: files.PathLike, *, memory_bytes: int = MEMORY_BYTES
+) -> CsrGraph:
     r"""Write a copy of a graph with its vertices numbered by falling degree.
 
     Parameters
     ----------
     graph : CsrGraph
         The graph; its files do not change.
-    folder : str or Path
+    folder : path-like
         Where the copy goes: another folder.
     memory_bytes : int
         Bytes of entries held in memory; more are sorted through files.
@@ -49,7 +52,7 @@ def by_degree(graph: CsrGraph, folder: str | Path, *, memory_bytes: int = MEMORY
     >>> again.vertex_of(3), again.degrees.tolist(), again.labels.tolist()
     (0, [3, 1, 1, 1], [3, 0, 1, 2])
     """
-    folder = Path(folder)
+    folder = Path(files.check_name(folder))
     if folder.resolve() == graph.folder.resolve():
         raise ArgumentError(f"{folder} holds the graph itself: name another folder")
     order = np.argsort(-graph.degrees, kind="stable")

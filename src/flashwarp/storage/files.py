@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeVar
+from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeGuard, TypeVar
 
 from flashwarp import _native
 from flashwarp.config import brief
@@ -46,9 +46,14 @@ _LEASE_POLL_S = 0.005
 _PATH_MAX = 4096
 
 
+def is_path(given: object) -> TypeGuard[PathLike]:
+    """Whether this is of a type that names files, everywhere in flashwarp."""
+    return isinstance(given, str | bytes | os.PathLike)
+
+
 def check_name(path: object) -> str:
     """Return the name of a file as text, or raise ArgumentError for what names none."""
-    if not isinstance(path, str | bytes | os.PathLike):
+    if not is_path(path):
         raise ArgumentError(f"{brief(path)} is not a path: {_instead(path)}")
     try:
         name = os.fsdecode(path)
@@ -63,7 +68,10 @@ def check_name(path: object) -> str:
         )
     if len(name) >= _PATH_MAX:
         raise PathError(
-            errno.ENAMETOOLONG, f"a path of {len(name)} characters: none is so long", name[:100]
+            errno.ENAMETOOLONG,
+            f"a path of {len(name)} characters, and none is so long: for memory give a "
+            "storage.Memory",
+            name[:100],
         )
     try:
         name.encode()

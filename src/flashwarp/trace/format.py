@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,13 +71,13 @@ class Trace:
         """
         return Trace(np.unique(self.lines, return_inverse=True)[1], self.line_bytes, self.name)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: files.PathLike) -> None:
         """Write it to an ``.npz`` file, which appears whole or not at all."""
         with files.replacing(path) as file:
             np.savez_compressed(file, version=_VERSION, **vars(self))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Trace:
+    def load(cls, path: files.PathLike) -> Trace:
         """Read what `save` wrote.
 
         Raises
@@ -88,15 +87,16 @@ class Trace:
         FileFormatError
             When it is something else.
         """
+        name = files.check_name(path)
         try:
-            with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            with Path(name).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 if (version := int(file["version"])) != _VERSION:
                     raise ValueError(f"it has version {version}, not {_VERSION}")
                 return cls(file["lines"], file["line_bytes"].item(), str(file["name"]))
         except FileNotFoundError as error:
-            raise MissingFileError(f"{os.fspath(path)} does not exist") from error
+            raise MissingFileError(f"{name} does not exist") from error
         # The readers of zip files, of compressed data and of headers raise a dozen kinds, also
         # MemoryError for a size that is not that of the file.
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            raise FileFormatError(f"{os.fspath(path)} is no trace: {why}") from error
+            raise FileFormatError(f"{name} is no trace: {why}") from error

@@ -16,6 +16,7 @@ from flashwarp.array.opening import create
 from flashwarp.array.opening import open as open_array
 from flashwarp.errors import ArgumentError, DtypeError
 from flashwarp.interop.torch import operators
+from flashwarp.storage import files
 
 Key: TypeAlias = tuple[Any, str]
 
@@ -78,12 +79,12 @@ class FeatureStore(_FeatureStore):  # type: ignore[misc]
         self,
         arrays: Mapping[Any, Array] | None = None,
         *,
-        folder: str | Path | None = None,
+        folder: files.PathLike | None = None,
         device: Any = None,
         stored: Mapping[Any, torch.dtype] | None = None,
     ) -> None:
         super().__init__()
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None else Path(files.check_name(folder))
         self._arrays: dict[Key, Array] = {}
         self._device = device
         self._made: dict[Key, Array] = {}

@@ -96,12 +96,12 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
         graphs: Any = None,
         *,
         layout: Literal["csc", "csr"] = "csc",
-        folder: str | Path | None = None,
+        folder: files.PathLike | None = None,
     ) -> None:
         super().__init__()
         choice("layout", layout, ("csc", "csr"))
         self._layout = EdgeLayout(layout)
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None else Path(files.check_name(folder))
         self._edges: dict[Any, _Edges] = {}
         self._named: dict[str, Any] = {}
         if graphs is not None:
