@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,15 @@ def test_a_path_is_opened_and_closed_with_the_module(tmp_path, weights):
     assert array.closed
     with pytest.raises(ClosedError, match="is closed"):
         table(torch.tensor([5]))
+
+
+def test_a_path_may_be_bytes_as_everywhere(tmp_path, weights):
+    np.save(tmp_path / "t.npy", weights.numpy())
+    np.save(tmp_path / "s.npy", np.full(ROWS, 2, "f4"))
+    table, scales = os.fsencode(tmp_path / "t.npy"), os.fsencode(tmp_path / "s.npy")
+
+    with fw.torch.Embedding(table, scales=scales, device="cpu", cache="64 KiB") as module:
+        assert torch.equal(module(torch.tensor([5])), 2 * weights[[5]])
 
 
 def test_an_array_stays_open_after_its_module(x):

@@ -290,6 +290,21 @@ def test_other_optimizers_and_dimensions_are_refused(tmp_path):
     module.close()
 
 
+def test_weights_of_a_table_with_state_are_told_from_it(tmp_path):
+    fw.torch.create_table(tmp_path / "t.npy", ROWS, 6, optimizer="adamw")
+
+    with pytest.raises(errors.ArgumentError, match=r"6 weights.*give dim=6, or dim=20 to read"):
+        fw.torch.Embedding(tmp_path / "t.npy", mode="r+", device="cpu")
+
+    with reopened(tmp_path / "t.npy", 6) as module:
+        assert AdamW(module).state_dict()
+    with reopened(tmp_path / "t.npy", 20) as module:
+        assert module.embedding_dim == 20
+    fw.torch.create_table(tmp_path / "plain.npy", ROWS, 8, optimizer="sgd")
+    with reopened(tmp_path / "plain.npy", None) as module:
+        assert module.embedding_dim == 8
+
+
 def test_a_plain_file_is_trained_without_state_only(tmp_path):
     np.save(tmp_path / "t.npy", np.zeros((ROWS, 8), "f4"))
     module = reopened(tmp_path / "t.npy", 4)

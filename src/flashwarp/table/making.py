@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, endings
-from flashwarp.config import SIZE_MAX, flag, integer, number
+from flashwarp.config import SIZE_MAX, choice, flag, integer, number
 from flashwarp.errors import ArgumentError
 from flashwarp.storage import files, npy
 from flashwarp.table.record import Record, record_path
@@ -39,14 +39,10 @@ _WORD_ELEMENTS = 4
 
 
 def rule_of(optimizer: str) -> Rule:
-    """Return the rule with a name."""
-    try:
-        return RULES[optimizer]
-    except (KeyError, TypeError):
-        raise ArgumentError(
-            f"optimizer={optimizer!r}: there are {', '.join(map(repr, RULES))}, the last for Adam "
-            "and AdamW"
-        ) from None
+    """Return the rule with a name; AdamW keeps the state of Adam."""
+    rules = RULES | {"adamw": RULES["adam"]}
+    choice("optimizer", optimizer, list(rules))
+    return rules[optimizer]
 
 
 def create_table(
@@ -72,8 +68,8 @@ def create_table(
         Where; the record is at this path with ``.training.json`` behind it.
     rows, dim : int
         Rows of the table, and weights of a row.
-    optimizer : {"rowwise_adagrad", "sgd", "adagrad", "adam"}
-        Whose state the rows hold: 1, 0, `dim` or 2 `dim` elements.
+    optimizer : {"rowwise_adagrad", "sgd", "adagrad", "adam", "adamw"}
+        Whose state the rows hold: 1, 0, `dim` or 2 `dim` elements. Adam and AdamW have the same.
     init : {"normal", "uniform", "zeros"} or callable
         How weights are drawn: normal with standard deviation `scale`, or uniform between -`scale`
         and `scale`. A callable is called as ``init(first, rows)``, by several threads, and returns

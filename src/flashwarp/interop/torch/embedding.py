@@ -8,7 +8,6 @@ those that it needs. If the array is writable, backward leaves the gradients of 
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
@@ -22,10 +21,11 @@ from flashwarp.interop.torch.gradients import Kept, Part, look_up_bags, look_up_
 from flashwarp.interop.torch.lookups import COMPUTED, NUMBERS, TensorLookup, look_up
 from flashwarp.interop.torch.operators import check_plain, torch_device
 from flashwarp.interop.torch.scaling import ScalesLike, Scaling
-from flashwarp.storage import safetensors
+from flashwarp.storage import files, safetensors
 from flashwarp.table.lookup import Pooling, Scales, Table
+from flashwarp.table.record import Record
 
-TableLike: TypeAlias = Array | str | os.PathLike[str]
+TableLike: TypeAlias = Array | files.PathLike
 Mode: TypeAlias = Literal["sum", "mean", "max"]
 
 _POOLINGS = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "max": Pooling.MAX}
@@ -97,6 +97,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
                 "dim": dim, "dtype": dtype, "stored": self.stored, "padding_idx": padding_idx,
             }  # fmt: skip
             number = NUMBERS[self.stored]
+            _check_dim_is_given(dim, array)
             self.embedding_dim = _dim(dim, width * array.dtype.itemsize * 8 // number.bits)
             self.dtype = self._result(dtype)
             self.padding_idx = _padding(padding_idx, self.num_embeddings)
@@ -123,7 +124,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
                 )
             table._turns.check_usable()
             return table
-        if not isinstance(table, str | os.PathLike):
+        if not files.is_path(table):
             raise ArgumentError(
                 f"the table is a path or a flashwarp.Array, not {type(table).__name__}: create its "
                 "file first, with flashwarp.create or numpy.save"
@@ -145,7 +146,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         if scales is None:
             scaling.check_unused()
             return None
-        if isinstance(scales, str | os.PathLike):
+        if files.is_path(scales):
             scales = open_array(scales, cache=self.array.cache)
             self._opened.append(scales)
         if isinstance(scales, torch.Tensor):
@@ -274,7 +275,7 @@ class Embedding(_TableModule):
         Which rows of the array are the table's; id 0 is the first of them. Default: all.
     dim : int, optional
         The first `dim` elements of a row are its weights. What follows, such as the state of an
-        optimizer, is not read. Default: all.
+        optimizer, is not read. Default: all, if `create_table` has put no state there.
     dtype : torch.dtype, optional
         What forward returns: float32, float16 or bfloat16. Default: that of the table, if it is one
         of these, else float32. Rows are converted while they are read.
@@ -482,6 +483,18 @@ def _rows(rows: range | None, count: int) -> range:
     if not 0 <= rows.start < rows.stop <= count:
         raise ArgumentError(f"rows={rows!r} of an array of {count} rows")
     return rows
+
+
+def _check_dim_is_given(dim: int | None, array: Array) -> None:
+    """Raise ArgumentError where all of a row would pass for weights, and its record says less."""
+    path = array._attachment.storage.path
+    record = Record.read(path) if dim is None and path else None
+    if record is not None and record.dim != array.shape[1]:
+        raise ArgumentError(
+            f"a row of {path} has {record.dim} weights, and behind them the state of "
+            f"{record.optimizer!r} and zeros: give dim={record.dim}, or dim={array.shape[1]} to "
+            "read all of it"
+        )
 
 
 def _dim(dim: int | None, width: int) -> int:

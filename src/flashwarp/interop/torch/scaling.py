@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,9 +14,10 @@ from flashwarp.device.foreign import torch_dtype
 from flashwarp.errors import ArgumentError, DtypeError
 from flashwarp.interop.torch.lookups import SCALES
 from flashwarp.interop.torch.operators import check_plain, torch_device
+from flashwarp.storage import files
 from flashwarp.table.lookup import Number, Scales
 
-ScalesLike: TypeAlias = Array | str | os.PathLike[str] | torch.Tensor
+ScalesLike: TypeAlias = Array | files.PathLike | torch.Tensor
 
 # Of a float32.
 _FACTOR_MAX = 3.4028234663852886e38
