@@ -101,6 +101,21 @@ def test_cached_lines_are_dropped_when_the_writer_has_closed_the_file(path: Path
             wait_until(functools.partial(is_all, x, newest), "old rows for ever")
 
 
+def test_a_signal_tells_of_a_writer_and_nobody_polls(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashwarp.storage.lease._SWEEP_S", 1000.0)
+    with open_mapped(path) as x:
+        np.testing.assert_array_equal(x[:], rows())
+        wait_until(lambda: lease_of(x)._heard_by != 0, "the keeper never asks for a signal")
+
+        for turn in (1, 2):
+            assert rewrite(path) < OPEN_S_MAX
+            wait_until(lambda: is_held(lease_of(x)), "the lease is taken again")
+            x.drop_cache()
+            np.testing.assert_array_equal(x[:], rows() + turn * ADDED)
+
+
 def test_pages_of_the_file_are_left_before_a_writer_can_cut_it(path: Path) -> None:
     with open_mapped(path) as x:
         storage = x._attachment.storage

@@ -1,10 +1,9 @@
 """`Lease`: a file that no process can write or cut before we have stopped reading it in place.
 
 Linux holds a writer's open, and a truncate, until the lease is released (fcntl(2), F_SETLEASE; at
-most /proc/sys/fs/lease-break-time, 45 s). One thread of the process, the keeper, looks every 10 ms
-for a waiting writer. If there is one, it makes the reader leave the file's pages, and then releases
-the lease. When no writer has the file open any more, it takes the lease again. That proves that
-later reads see the newest contents.
+most /proc/sys/fs/lease-break-time, 45 s). A signal wakes one thread of the process, the keeper,
+which makes the reader leave the file's pages, and then releases the lease. When no writer has the
+file open any more, it takes the lease again. That proves that later reads see the newest contents.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import fcntl
 import logging
 import os
 import signal
+import struct
 import threading
 import time
 import weakref
@@ -24,8 +24,14 @@ from flashwarp.errors import StorageError
 
 _log = logging.getLogger(__name__)
 
-# The longest that a writer waits for the keeper's look, which costs some microseconds of a core.
+# What Linux sends the keeper, and nobody else, when a writer waits: a real-time signal, or SIGIO
+# when too many of these are queued. The keeper blocks both, and waits for them.
+_BREAK = signal.SIGRTMIN + 11
+_SIGNALS = {_BREAK, signal.SIGIO}
+_F_SETOWN_EX, _F_OWNER_TID = 15, 0
+# How often the keeper looks although no signal has come: at leases of which it can get none.
 _POLL_S = 0.01
+_SWEEP_S = 1.0
 # How long to wait before taking the lease again. So a process that opens the file for writing again
 # and again waits for at most ten breaks a second.
 _RETAKE_S = 0.1
@@ -49,7 +55,7 @@ class Lease:
     `refusal` says why, for people.
 
     The lease stays the parent's after a fork: the child's copy of the descriptor is closed. A break
-    sends no signal to the process.
+    sends a signal to the keeper's thread alone, which blocks it.
     """
 
     def __init__(self, path: str, *, excludes_readers: bool = False, once: bool = False) -> None:
@@ -61,6 +67,7 @@ class Lease:
         self._changed: Callable[[StorageError | None], None] | None = None
         self._held = True
         self._retake_at = 0.0
+        self._heard_by = 0  # the keeper's thread that gets a signal at a break
         self._fd = -1
         # Not blocking: another process's lease would make even an open for reading wait.
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -129,14 +136,15 @@ class Lease:
 
     # In the keeper's thread.
 
-    def attend(self) -> None:
-        """Answer a break, or ask for the lease again."""
+    def attend(self) -> float:
+        """Answer a break, or ask for the lease again; return after how many seconds at the latest.
+
+        Before that a signal tells the thread that calls if there is a break.
+        """
         with self._turn:
             if self._fd < 0 or self._leave is None or self._changed is None:
-                return
-            if not self._held:
-                if self._once or time.monotonic() < self._retake_at:
-                    return
+                return _SWEEP_S
+            if not self._held and not self._once and time.monotonic() >= self._retake_at:
                 try:
                     self._take()
                 except OSError:  # a process still writes it
@@ -144,8 +152,14 @@ class Lease:
                 else:
                     self._held = True
                     self._changed(None)
-            elif fcntl.fcntl(self._fd, fcntl.F_GETLEASE) != self._kind:
+            if not self._held:
+                return _SWEEP_S if self._once else _RETAKE_S
+            # First the signal, then the look: no break comes between them.
+            is_told = self._tell_this_thread()
+            if fcntl.fcntl(self._fd, fcntl.F_GETLEASE) != self._kind:
                 self._break(self._leave, self._changed)
+                return _RETAKE_S
+            return _SWEEP_S if is_told else _POLL_S
 
     def _break(
         self, leave: Callable[[], bool], changed: Callable[[StorageError | None], None]
@@ -183,9 +197,23 @@ class Lease:
     def _take(self) -> None:
         # A break signals the owner of the description, which F_SETLEASE makes the process, by
         # SIGIO, which ends it. Until the owner is nobody it is a signal that is ignored by default.
+        self._heard_by = 0
         fcntl.fcntl(self._fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(self._fd, fcntl.F_SETLEASE, self._kind)
         fcntl.fcntl(self._fd, fcntl.F_SETOWN, 0)
+
+    def _tell_this_thread(self) -> bool:
+        """Let a break signal the calling thread; return whether it does."""
+        thread = threading.get_native_id()
+        if self._heard_by != thread:
+            try:
+                owner = struct.pack("ii", _F_OWNER_TID, thread)
+                fcntl.fcntl(self._fd, _F_SETOWN_EX, owner)
+                fcntl.fcntl(self._fd, fcntl.F_SETSIG, _BREAK)
+            except OSError:
+                return False
+            self._heard_by = thread
+        return True
 
     def _unlock(self) -> bool:
         """Release the lease; return whether it was ours until now."""
@@ -210,6 +238,7 @@ class _Keeper:
         self._lock = endings.Lock()
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
+        self._waits = False  # whether the thread blocks the signals
         self._stop = endings.Event()
         os.register_at_fork(after_in_child=self._forget_in_child)
         endings.at_exit(self._end)
@@ -219,43 +248,64 @@ class _Keeper:
             self._leases.add(lease)
 
     def start(self) -> None:
+        """Attend to the leases now, and from now on."""
         with self._lock:
-            if self._thread is None and not self._stop.is_set():
+            if self._stop.is_set():
+                return
+            if self._thread is None:
                 # A daemon, which `_end` stops before the interpreter ends: writers are answered as
                 # long as any thread of the program runs.
                 self._thread = threading.Thread(
                     target=self._run, name="flashwarp leases", daemon=True
                 )
                 endings.start(self._thread)
+            elif self._waits:
+                self._wake(self._thread)
 
     def _run(self) -> None:
-        while not self._stop.wait(_POLL_S):
-            if not self._attend_all():
-                return
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        self._waits = True
+        while (seconds := self._attend_all()) is not None:
+            signal.sigtimedwait(_SIGNALS, seconds)
 
-    def _attend_all(self) -> bool:
-        """Look at each lease; return False if there is none any more, which ends the thread."""
+    def _attend_all(self) -> float | None:
+        """Look at each lease; return after how many seconds again, if no signal comes.
+
+        Returns None if there is no lease any more, or the program ends: then the thread ends, too.
+        """
         with self._lock:
             leases = [lease for lease in self._leases if not lease.closed]
-            if not leases:
-                self._thread = None
-                return False
+            if not leases or self._stop.is_set():
+                self._thread, self._waits = None, False
+                return None
+        limits = [_SWEEP_S]
         for lease in leases:
             try:
-                lease.attend()
+                limits.append(lease.attend())
             except Exception:  # of one reader; the others' writers wait
+                limits.append(_POLL_S)
                 _log.exception("the lease on %s", lease.path)
-        return True
+        return min(limits)
 
     def _end(self) -> None:
-        self._stop.set()
-        if (thread := self._thread) is not None:
+        with self._lock:
+            self._stop.set()
+            thread = self._thread
+            if thread is not None and self._waits:
+                self._wake(thread)
+        if thread is not None:
             thread.join(_STOP_S)
+
+    @staticmethod
+    def _wake(thread: threading.Thread) -> None:
+        """Wake the thread, which blocks the signal by now, with the lock held: it has not ended."""
+        if thread.ident is not None:
+            signal.pthread_kill(thread.ident, _BREAK)
 
     def _forget_in_child(self) -> None:
         self._lock = endings.Lock()
         self._stop = endings.Event()
-        self._thread = None
+        self._thread, self._waits = None, False
         for lease in list(self._leases):
             lease._forget_in_child()
 
