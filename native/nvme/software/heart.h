@@ -1,11 +1,13 @@
 // The heartbeats of this process: words by which device code knows that the process runs.
 //
-// One thread of the process advances them all, while there are any. It does nothing else: a hanging
-// storage blocks threads that serve, but not this one; a stopped process stops it too.
+// One thread of the process advances them all, while there are any. It waits for nothing else: a
+// hanging storage blocks threads that serve, but not this one; a stopped process stops it too. So
+// it also looks at the doorbells of all controllers that sleep.
 #pragma once
 
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -27,6 +29,11 @@ class Heart {
   void add(uint32_t* word);
   void remove(uint32_t* word);
 
+  // Calls `look`, which must not block, every few milliseconds until `unwatch`. Each word that was
+  // added may have one.
+  void watch(const void* who, std::function<void()> look);
+  void unwatch(const void* who);
+
  private:
   Heart() = default;
   void beat(uint32_t thread);
@@ -35,6 +42,7 @@ class Heart {
   std::mutex mutex_;
   std::condition_variable ends_;
   std::map<uint32_t*, uint32_t> words_;  // how often each was added
+  std::map<const void*, std::function<void()>> looks_;
   uint32_t beats_ = 1;
   uint32_t current_ = 0;  // counts threads: all but the last one end
   std::thread thread_;

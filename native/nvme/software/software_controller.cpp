@@ -18,12 +18,12 @@ namespace {
 constexpr uint32_t kSweepsPerClock = 16;
 
 // How long the sentinel sleeps between looks at the doorbells: while only I/O is in flight (half of
-// what a fast drive takes for a block), while idle, and after a long idle time. A look costs a
-// timer interrupt, up to 16 us in a virtual machine: 1.6 % of a core each 1 ms, 0.4 % each 4 ms.
+// what a fast drive takes for a block), and while idle. A look costs a timer interrupt, up to 16 us
+// in a virtual machine: 1.6 % of a core each 1 ms. After a long idle time one thread of the process
+// looks for all controllers.
 constexpr int64_t kInFlightNs = 50'000;
 constexpr int64_t kSleepMinNs = 1'000;
 constexpr int64_t kSentinelNs = 1'000'000;
-constexpr int64_t kLongIdleSentinelNs = 4'000'000;
 
 // A thread that moves this many commands in a sweep wakes the others.
 constexpr uint32_t kWakeOthersCommands = 64;
@@ -256,7 +256,8 @@ bool SoftwareController::may_sleep_long() const {
 // the doorbells, unless every launch tells it.
 void SoftwareController::sleep(uint32_t thread, uint32_t epoch, int64_t idle_ns) {
   // No look at the doorbells here: the sentinel sees one that was rung meanwhile at its next look.
-  int64_t limit_ns = idle_ns < long_idle_ns_ ? kSentinelNs : kLongIdleSentinelNs;
+  int64_t limit_ns = kSentinelNs;
+  bool watched = false;
   if (!leaves_it_to_launches()) {
     if (has_in_flight()) limit_ns = kInFlightNs;
     // Wakes early for a held completion, because sleeps end late.
@@ -269,10 +270,19 @@ void SoftwareController::sleep(uint32_t thread, uint32_t epoch, int64_t idle_ns)
     limit_ns = 0;
   } else if (idle_ns >= long_idle_ns_) {
     sleeps_long_.store(true, std::memory_order_seq_cst);
-    if (may_sleep_long()) limit_ns = 0;
+    if (may_sleep_long()) {
+      limit_ns = 0;
+    } else if (beats_ && limit_ns == kSentinelNs) {
+      watched = true;
+      limit_ns = 0;
+      Heart::of_process().watch(this, [this] {
+        if (has_unfinished()) wake();
+      });
+    }
   }
   // `stop` changes the epoch after `stopping_`, so this sees it, or the sleep ends at once.
   if (!stopping_.load(std::memory_order_acquire)) sleepers_->sleep(epoch, limit_ns);
+  if (watched) Heart::of_process().unwatch(this);
   if (thread == 0) sleeps_long_.store(false, std::memory_order_relaxed);
 }
 
