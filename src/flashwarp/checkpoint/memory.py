@@ -1,6 +1,8 @@
 """The host cache's memory: one range of addresses, pinned piece by piece in the background.
 
-Pinning 32 GiB takes about ten seconds. Each piece can be used as soon as it is pinned.
+Pinning 32 GiB takes about ten seconds. Each piece can be used as soon as it is pinned. Pieces are
+small, and backed with memory before they are pinned: while the driver pins, all other calls of it
+wait, the first checkpoint's too.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from flashwarp.transfer.buffer import PIECE_BYTES
 
 _log = logging.getLogger(__name__)
 
-_PIECE_BYTES = 256 << 20
-_PIECES_MAX = 64
+_PIECE_BYTES = 32 << 20
+_PIECES_MAX = 1024
 _PAGE_BYTES = 4096
 
 
@@ -41,12 +43,11 @@ class GrowingMemory(Closing):
             if not wanted():
                 return
             size = min(self._piece_bytes, self.nbytes - offset)
+            # Back it with memory now, so that neither a checkpoint nor the driver has to.
+            self._memory.as_numpy()[offset : offset + size : _PAGE_BYTES] = 0
             if self._device.kind == "cuda":
                 pinned = self._device.register_host(self.address + offset, size, False)
                 self._registered.append(pool.count("checkpoint caches", pinned))
-            else:
-                # Back it with memory now, so that no checkpoint has to.
-                self._memory.as_numpy()[offset : offset + size : _PAGE_BYTES] = 0
             yield size
 
     def close(self) -> None:
