@@ -34,7 +34,8 @@ def service(**facts: Any) -> Any:
 
 def deferral(facts: Any, address: int | None = LIST) -> Deferral:
     held = None if address is None else SimpleNamespace(address=address)
-    return Deferral(SimpleNamespace(misses=held), facts)  # type: ignore[arg-type]
+    volume = SimpleNamespace(misses=held, cache=SimpleNamespace(line_bytes=4096))
+    return Deferral(volume, facts)  # type: ignore[arg-type]
 
 
 def choice(found: Deferral, items: int, warps: int, bundle: int, **how: bool) -> Deferred:
@@ -60,7 +61,8 @@ def blocks_of(facts: Any, address: int | None = LIST) -> int:
         (service(namespace_count=200, slots=1 << 20), 255),
         (service(waits_for_disk=True), 2),
         (service(waits_for_disk=True, namespace_count=16), 32),
-        (service(plain_reads=True), 0),
+        (service(plain_reads=True), 12),
+        (service(plain_reads=True, waits_for_disk=True), 12),
         (service(makes_warps_wait=False), 0),
     ],
 )
@@ -97,14 +99,15 @@ def test_array_without_a_list_defers_nothing() -> None:
     assert blocks_of(service(), None) == 0
 
 
-def test_lease_that_breaks_makes_launches_defer() -> None:
+def test_in_place_launches_of_few_lines_do_not_defer() -> None:
     facts = service(plain_reads=True)
     found = deferral(facts)
-    assert choice(found, 1 << 20, 1 << 15, 32) == NOT_DEFERRED
+    assert choice(found, 4095, 4095, 1) == NOT_DEFERRED
+    assert choice(found, 4096, 4096, 1) != NOT_DEFERRED
 
-    facts.plain_reads = False
+    facts.plain_reads = False  # the lease breaks
 
-    assert choice(found, 1 << 20, 1 << 15, 32) != NOT_DEFERRED
+    assert choice(found, 4095, 4095, 1) != NOT_DEFERRED
 
 
 @pytest.mark.parametrize("asked", [0, 3, 255])
@@ -113,10 +116,8 @@ def test_setting_decides_in_place_of_the_storage(
 ) -> None:
     monkeypatch.setenv("FLASHWARP_DRAIN_BLOCKS", str(asked))
 
-    for facts in (service(), service(makes_warps_wait=False)):
+    for facts in (service(), service(makes_warps_wait=False), service(plain_reads=True)):
         assert blocks_of(facts) == asked
-    # There is nothing to wait for.
-    assert blocks_of(service(plain_reads=True)) == 0
 
 
 @pytest.mark.parametrize(
