@@ -16,6 +16,7 @@ if _TYPE_CHECKING:
     from flashwarp import explanation as explanation
     from flashwarp import file as file
     from flashwarp import nvme as nvme
+    from flashwarp import observing as observing
     from flashwarp import policy as policy
     from flashwarp import program as program
     from flashwarp.array.array import Array
@@ -64,6 +65,6 @@ __getattr__, __dir__ = _names.later(
     },
     rooms=(
         *("array", "device", "errors", "explanation"),
-        *("file", "nvme", "policy", "program", "storage"),
+        *("file", "nvme", "observing", "policy", "program", "storage"),
     ),
 )

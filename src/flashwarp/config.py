@@ -203,6 +203,14 @@ class Config:
     """Level at which C++ kernels and policies are compiled for the CPU device. A policy takes
     about twice as long at 3 as at 1, and that only once: compiled code is kept."""
 
+    publish: int = _setting(1, 0, 1)
+    """1: other processes of the user may ask this one for its counters, as `flashwarp top` does.
+    This takes a thread that sleeps until then, and a socket. 0: nobody can ask."""
+
+    nvtx: int = _setting(0, 0, 1)
+    """1: mark calls as ranges for NVIDIA's profilers, from the import of the library on; needs the
+    extra `nvtx`."""
+
     @property
     def command_timeout_s(self) -> float:
         """Seconds after which a kernel gives a command up, a quarter of `timeout_s`.

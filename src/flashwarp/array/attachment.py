@@ -38,6 +38,7 @@ from flashwarp.launch.operands import Operands
 from flashwarp.launch.order import Order
 from flashwarp.launch.rows import RowFormat
 from flashwarp.nvme import Controller, Destination
+from flashwarp.observing import counting
 from flashwarp.storage import Namespace
 from flashwarp.storage.composite import serve
 from flashwarp.transfer import DeviceQueue
@@ -147,6 +148,7 @@ class Attachment(endings.NotCopied):
             self.row_calls = self.launcher.row_calls(self._streams)
             self.calls = Calls(self.launcher, self.operands, self._failures, self.row_calls)
             endings.remember(self)
+            self._counted = counting.enter(self.device, self._counts)
             made.pop_all()
 
     @property
@@ -179,10 +181,11 @@ class Attachment(endings.NotCopied):
         """Close the cache with the array from now on: nothing else uses it."""
         self._owns_cache = True
 
-    def stats(self) -> Stats:
-        """Read the counters; not one snapshot while calls run."""
-        queues = self.launcher.service.queues.counters()
-        counters = self.launcher.volume.counters()
+    def stats(self, stream: OwnedStream | None = None) -> Stats:
+        """Read the counters, in the order of `stream`; not one snapshot while calls run."""
+        queues = self.launcher.service.queues
+        queued = queues.counters() if stream is None else queues.counters(stream)
+        counters = self.launcher.volume.counters(stream)
         copies = self.launcher.copies
         copied = 0 if copies is None else copies.nbytes
         counters["bytes_read"] += copied
@@ -190,10 +193,16 @@ class Attachment(endings.NotCopied):
         return Stats(
             **counters,
             bytes_copied=copied,
-            commands=queues.commands,
-            doorbells=queues.doorbells,
-            helps=queues.helps,
+            commands=queued.commands,
+            doorbells=queued.doorbells,
+            helps=queued.helps,
         )
+
+    def _counts(self) -> dict[str, tuple[counting.Key, dict[str, int]]]:
+        """Read the counters for `flashwarp top`, outside of the turn and beside kernels."""
+        stats = self.stats(counting.side_stream(self.device))
+        disks = counting.disk_names(self.storage.disks)
+        return {"": (counting.Key("array", self.launcher.service.route, disks), vars(stats))}
 
     # Waiting.
 
@@ -476,6 +485,7 @@ class Attachment(endings.NotCopied):
         cache, volume = self.cache, self.launcher.volume
         self._set_closed()
         self._graphs_use.clear()
+        self._counted.leave()
         unobserved = self.calls.release(late)
         # After the fault of a kernel nothing on its device can be saved, only released.
         alive = self.device.alive()

@@ -43,6 +43,7 @@ from flashwarp.launch.rows import (
     Which,
     host_indices,
 )
+from flashwarp.observing import counting
 from flashwarp.policy import CLOCK
 from flashwarp.sharing.messages import ITEMS_MAX
 from flashwarp.storage import files, npy
@@ -419,18 +420,23 @@ class ClientAttachment(Attachment):
         )
         client.arrays.add(self)
         endings.remember(self)
+        self._counted = counting.enter(self.device, self._counts)
 
     @property
     def cache(self) -> Cache:
         """The client's cache."""
         return self._cache
 
-    def stats(self) -> Stats:
+    def stats(self, _: object = None) -> Stats:
         """Count what this client did; the owner counts commands and bytes from the storage."""
         own = self.launcher
         counts = dict.fromkeys(Stats.__dataclass_fields__, 0)
         counts |= {"hits": own.hits, "misses": own.misses}
         return Stats(**{**counts, "bytes_used": own.bytes_used})
+
+    def _counts(self) -> dict[str, tuple[counting.Key, dict[str, int]]]:
+        """Return the counters for `flashwarp top`."""
+        return {"": (counting.Key("array", "shared"), vars(self.stats()))}
 
     def owner_stats(self) -> dict[str, Any]:
         """Ask the owner for the counters of the array, of all its clients together."""
@@ -512,6 +518,7 @@ class ClientAttachment(Attachment):
 
     def _leave(self) -> BaseException | None:
         failure: BaseException | None = None
+        self._counted.leave()
         try:
             self.launcher.ask("close")
         except OwnerLostError as error:

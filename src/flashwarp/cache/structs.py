@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
+
 from flashwarp.device.layouts import fields_of
 
 FAILURES_KEPT = 8
@@ -67,6 +69,13 @@ class VolumeStruct(ctypes.Structure):
 
 
 class CountersStruct(ctypes.Structure):
-    """Mirror of `cache::counters`."""
+    """Mirror of `cache::counters`: words of 64 bits, then padding."""
 
     _fields_ = fields_of("counters")
+
+    @classmethod
+    def sums(cls, shards: bytes) -> dict[str, int]:
+        """Add up an array of these structs, by field."""
+        words = np.frombuffer(shards, np.uint64).reshape(-1, ctypes.sizeof(cls) // 8).sum(0)
+        names = (name for name, _ in cls._fields_ if not name.startswith("_"))
+        return dict(zip(names, words.tolist(), strict=False))

@@ -41,6 +41,7 @@ from flashwarp.errors import (
     ReadOnlyError,
 )
 from flashwarp.explanation import Explanation
+from flashwarp.observing import counting
 from flashwarp.storage import files
 
 _log = logging.getLogger(__name__)
@@ -162,6 +163,7 @@ class Checkpointer(endings.Closing):
         self._durability = Durability(self._core, self.path, self._system.remote)
         self._held = endings.Holder(self)
         endings.remember(self._held)
+        self._counted = counting.enter(self.device, partial(report.counts_of, self._core))
 
     # Regions.
 
@@ -565,6 +567,7 @@ class Checkpointer(endings.Closing):
             core.wake()
         failures += [each for each in unseen if each not in failures]
         failures += self._stager.stop(self.settings.timeout_s)
+        self._counted.leave()
         failures += self._system.close()
         with core.locked():
             core.end_futures()

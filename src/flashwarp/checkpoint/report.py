@@ -9,6 +9,7 @@ from typing import Any
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.hints import ScoreCard
 from flashwarp.explanation import Explanation
+from flashwarp.observing.counting import Key
 from flashwarp.transfer import pool_of
 
 
@@ -107,6 +108,16 @@ def stats_of(core: Core) -> CheckpointStats:
         memory_only=len(core.lost()),
         cache_bytes={tier.name: tier.table.nbytes for tier in core.tiers},
     )
+
+
+def counts_of(core: Core) -> dict[str, tuple[Key, dict[str, int]]]:
+    """Return what `flashwarp top` shows of a checkpointer: bytes that its regions gave and got."""
+    with core.locked():
+        counts = core.counts
+        failed = counts["flush_failures"] + counts["prefetch_failures"]
+        moved = {"bytes_read": counts["restart_bytes"], "bytes_written": counts["checkpoint_bytes"]}
+    route = " > ".join([*(tier.name for tier in core.tiers), "ssd"])
+    return {"": (Key("checkpointer", route), {**moved, "errors": failed})}
 
 
 def explain(core: Core, where: str, waiting: Sequence[str] = ()) -> Explanation:

@@ -39,6 +39,8 @@ from flashwarp.cli.finding import Finding, State
 from flashwarp.cli.parser import existing_path
 from flashwarp.device import CudaDevice, resolve
 from flashwarp.errors import FlashwarpError
+from flashwarp.observing.counting import disk_names
+from flashwarp.probe import ceilings
 from flashwarp.probe.disk import measure_ceiling, measure_writes, residency
 from flashwarp.probe.link import LINK_BYTES, measure_link
 from flashwarp.probe.text import binary
@@ -310,6 +312,7 @@ def _check_link() -> Finding:
             rates = measure_link(device)
     except FlashwarpError as error:
         return Finding("limited", f"not measured: {error}")
+    ceilings.keep("cuda:0", rates.to_gpu)
     return Finding(
         "ok",
         f"copy engine {rates.to_gpu / 1e9:.1f} GB/s to the GPU, "
@@ -435,6 +438,7 @@ def _check_disk(directory: Path) -> Finding:
     wrote = (
         f"{write_rate / 1e9:.2f} GB/s in writes of a temporary file of {binary(written)} (removed)"
     )
+    ceilings.keep(disk_names([directory.stat().st_dev]), values["sequential_read_bytes_per_s"])
     if not ceiling.random_reads_per_s:
         return Finding("limited", f"reads {ceiling.note}; {wrote}", values=values)
     return Finding(

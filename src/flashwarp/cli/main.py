@@ -30,6 +30,7 @@ COMMANDS = {
     "graph": "Make graphs on disk, and look at them.",
     "file": "Make, check and convert GVDK images; show where files lie on devices.",
     "ckpt": "List checkpoints, verify, show, prune and copy them.",
+    "top": "Show the running programs that use flashwarp, and what they move.",
     "serve": "Own a cache that other programs share, until it is interrupted.",
     "trace": "Record which lines are used, and compare replacement policies on them.",
 }

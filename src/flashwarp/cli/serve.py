@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from flashwarp.cli.parser import Parser
+from flashwarp.cli.parser import Parser, amount
 
-_LOOK_S = 1.0
+_PORT_MAX = 65535
+_HERE = "127.0.0.1"
+_SLEEP_S = 3600.0
 
 
 def add_arguments(parser: Parser, _: Sequence[str]) -> None:
@@ -20,6 +22,18 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
     parser.add_argument("--ways", type=int, default=4, help="Frames of a set: 4, 8 or 16.")
     parser.add_argument("--policy", default="clock", help="As clock, lru or sieve.")
     parser.add_argument("--host-memory", help="Bytes of host memory below the frames.")
+    parser.add_argument(
+        "--every",
+        type=amount(float),
+        default=0.0,
+        help="Print statistics, as of `flashwarp top`, each so many seconds; 0: never.",
+    )
+    parser.add_argument(
+        "--metrics",
+        type=amount(int),
+        metavar="PORT",
+        help="Serve metrics to a Prometheus of this machine; needs flashwarp[prometheus].",
+    )
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -27,8 +41,13 @@ def _run(options: argparse.Namespace) -> None:
 
     from flashwarp.cache.cache import Cache
     from flashwarp.errors import SharedCacheError
+    from flashwarp.observing import counters
+    from flashwarp.probe import ceilings
+    from flashwarp.probe.running import Process, table
     from flashwarp.sharing import names
 
+    if options.metrics is not None:
+        _serve_metrics(options.metrics)
     with Cache(
         options.capacity,
         options.line,
@@ -45,5 +64,24 @@ def _run(options: argparse.Namespace) -> None:
             )
         # Programs that start this one wait for the line.
         print(f"{cache!r} in {names.folder_path()}; Ctrl-C ends it", flush=True)
+        own = Process.own()
         while True:  # until a signal raises
-            time.sleep(_LOOK_S)
+            time.sleep(options.every or _SLEEP_S)
+            if options.every:
+                own.take(counters())
+                told = f"{cache._owner.clients if cache._owner else 0} clients\n"
+                print(told + table([own.as_dict(ceilings.kept())]), flush=True)
+
+
+def _serve_metrics(port: int) -> None:
+    """Answer a Prometheus of this machine."""
+    from flashwarp.errors import ArgumentError
+    from flashwarp.observing import register
+
+    if port > _PORT_MAX:
+        raise ArgumentError(f"--metrics {port} is no port: give one from 1 to {_PORT_MAX}, or 0")
+    register()
+    from prometheus_client import start_http_server
+
+    server, _ = start_http_server(port, _HERE)
+    print(f"metrics at http://{_HERE}:{server.server_port}/metrics", flush=True)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from flashwarp import _native
 from flashwarp._names import renamed
-from flashwarp.device import Device
+from flashwarp.device import Device, OwnedStream
 from flashwarp.endings import NotCopied
 from flashwarp.errors import FlashwarpError, StorageError
 from flashwarp.nvme.queue_pair import QueueCounters
@@ -75,8 +75,8 @@ class Queues(Protocol):
     def volume_fields(self) -> dict[str, Any]:
         """Return the fields of ``cache::volume`` that say how lines lie on several namespaces."""
 
-    def counters(self) -> QueueCounters:
-        """Read the sums over all pairs; not one snapshot."""
+    def counters(self, stream: OwnedStream | None = None) -> QueueCounters:
+        """Read the sums over all pairs, in the order of a stream; not one snapshot."""
 
 
 @renamed

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from flashwarp import _native, endings
 from flashwarp.device import Device
 from flashwarp.device.layouts import fields_of, size_of
-from flashwarp.device.memory import DeviceMemory, align_up
+from flashwarp.device.memory import DeviceMemory, OwnedStream, align_up
 from flashwarp.endings import NotCopied
 from flashwarp.transfer import pool_of
 
@@ -324,9 +324,9 @@ class QueuePairs(NotCopied):
         """Address and size of the slots' buffers, if any, for the controller's transfers."""
         return [] if self._buffers is None else [(self._buffers.address, self._buffers.nbytes)]
 
-    def counters(self) -> QueueCounters:
+    def counters(self, stream: OwnedStream | None = None) -> QueueCounters:
         """Read the counters; the snapshot is not atomic over the pairs."""
-        each = [(pair.ticket, pair.doorbells, pair.helps) for pair in self._download()]
+        each = [(pair.ticket, pair.doorbells, pair.helps) for pair in self._download(stream)]
         return QueueCounters(*map(sum, zip(*each, strict=True)))
 
     def close(self) -> None:
@@ -340,9 +340,9 @@ class QueuePairs(NotCopied):
         if self._own_epoch is not None:
             self._own_epoch.close()
 
-    def _download(self) -> list[QueuePairStruct]:
+    def _download(self, stream: OwnedStream | None = None) -> list[QueuePairStruct]:
         nbytes = self.count * ctypes.sizeof(QueuePairStruct)
-        data = self.device.download(self.address, nbytes)
+        data = self.device.download(self.address, nbytes, stream)
         return list((QueuePairStruct * self.count).from_buffer_copy(data))
 
 
@@ -384,9 +384,9 @@ class QueueTable:
         """Whether a wait for one of the pairs ran out of time."""
         return any(pairs.failed for pairs in self.members)
 
-    def counters(self) -> QueueCounters:
+    def counters(self, stream: OwnedStream | None = None) -> QueueCounters:
         """Read the sums over all members; the snapshot is not atomic."""
-        each = [pairs.counters() for pairs in self.members]
+        each = [pairs.counters(stream) for pairs in self.members]
         return QueueCounters(*map(sum, zip(*each, strict=True)))
 
     def close(self) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashwarp.device import Device
+from flashwarp.observing import counting
+
 
 @dataclass
 class Moved:
@@ -29,3 +32,15 @@ class PipelineStats:
         found.batches += 1
         found.rows += rows
         found.nbytes += nbytes
+
+    def counted(self, device: Device) -> counting.Entry:
+        """Let `flashwarp top` see it until the entry leaves."""
+        return counting.enter(device, self._counts)
+
+    def _counts(self) -> dict[str, tuple[counting.Key, dict[str, int]]]:
+        found = {}
+        for name, moved in list(self.moved.items()):
+            route, verb = name.split(", ")
+            name_of = "bytes_read" if verb == "prefetch" else "bytes_written"
+            found[name] = (counting.Key("pipeline", route), {name_of: moved.nbytes})
+        return found

@@ -565,8 +565,7 @@ class _OfTiles(Pipeline):
 
 
 def _raise_first(failures: list[BaseException]) -> None:
-    first = endings.first_of(failures)
-    if first is not None:
+    if (first := endings.first_of(failures)) is not None:
         raise first
 
 
@@ -576,15 +575,18 @@ class _Entry(endings.Holder):
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__(pipeline.array)
         self._thing = weakref.ref(pipeline)
+        self._stats = pipeline._stats
         self.generator: Callable[[], Any] = lambda: None
         self._dependents = pipeline.array._attachment.dependents
 
     def enter(self) -> None:
         endings.remember(self)
         self._dependents.append(self)
+        self._counted = self._stats.counted(self.device)
 
     def leave(self) -> None:
         endings.forget(self)
+        self._counted.leave()
         if self in self._dependents:
             self._dependents.remove(self)
 

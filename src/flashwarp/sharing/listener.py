@@ -1,5 +1,7 @@
 """The owner's end: accepts clients of this user, and answers each in a thread of its own.
 
+The owner of a shared cache has one, and each process that can be asked for its counters.
+
 It knows messages, and nothing of arrays: a `Session` answers. The death of a client ends its
 connection, and with it its session. There is nothing else to recover, because clients only read.
 """
@@ -51,14 +53,23 @@ class Listener:
     Parameters
     ----------
     name : str
-    lock : OwnerLock
+    lock : OwnerLock or None
         Of the name; released last.
     begin : callable
         Makes the session of a client, of which it gets the process.
+    what : str, optional
+        What clients come for, in messages. Default: the shared cache.
     """
 
-    def __init__(self, name: str, lock: names.OwnerLock, begin: Callable[[int], Session]) -> None:
+    def __init__(
+        self,
+        name: str,
+        lock: names.OwnerLock | None,
+        begin: Callable[[int], Session],
+        what: str = "",
+    ) -> None:
         self.name = name
+        self._what = what or f"the shared cache {name!r}"
         self._lock = lock
         self._begin = begin
         self._clients: dict[int, tuple[socket.socket, threading.Thread]] = {}
@@ -90,7 +101,8 @@ class Listener:
             if thread is not threading.current_thread():
                 thread.join(config.time_limit_s())  # of requests that are answered
         self._server.close()
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
         _open.discard(self)
 
     def _accept(self) -> None:
@@ -100,7 +112,7 @@ class Listener:
             except OSError:
                 # Such as out of descriptors: others may end.
                 if not self._closing.wait(_RETRY_S):
-                    _log.warning("accepting clients of %r failed", self.name, exc_info=True)
+                    _log.warning("accepting clients of %s failed", self._what, exc_info=True)
                 continue
             thread = threading.Thread(
                 target=self._serve, args=(client,), name="flashwarp sharing client", daemon=True
@@ -133,9 +145,9 @@ class Listener:
             while session is not None and self._answer(client, session):
                 client.settimeout(None)
         except OSError as error:
-            _log.info("a client of the shared cache %r has gone: %s", self.name, error)
+            _log.info("a client of %s has gone: %s", self._what, error)
         except FlashwarpError as error:
-            _log.warning("a client of the shared cache %r is dismissed: %s", self.name, error)
+            _log.warning("a client of %s is dismissed: %s", self._what, error)
             _refuse(client, error)
         finally:
             client.close()
@@ -148,7 +160,7 @@ class Listener:
         pid, uid = messages.peer(client)
         if uid != os.geteuid():
             raise SharedCacheError(
-                f"the cache belongs to user {os.geteuid()}, and the client is of user {uid}"
+                f"{self._what} belongs to user {os.geteuid()}, and the client is of user {uid}"
             )
         message = messages.receive(client)
         if message is None:
@@ -175,7 +187,7 @@ class Listener:
         except FlashwarpError as error:
             body = messages.fail(error)
         except Exception as error:
-            _log.exception("a request of a client of the shared cache %r", self.name)
+            _log.exception("a request of a client of %s", self._what)
             body = messages.fail(error)
         client.settimeout(_MANNERS_S)
         messages.send(client, body)

@@ -1,5 +1,7 @@
 """Names of shared caches: a folder of this user, with a lock and a socket for each name.
 
+Processes that can be asked for their counters have sockets there, too, under names of their own.
+
 The owner of a name holds its lock, flock(2), for as long as it lives. The kernel ends the lock of a
 process that dies, so a name never has to be cleaned up.
 """
@@ -21,6 +23,7 @@ from flashwarp.errors import SharedCacheError
 from flashwarp.storage import files
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_PROCESS = re.compile(r"\.[0-9]+-[0-9]+\.sock")
 
 # Clients that wait to be accepted. More get EAGAIN, and try again.
 _BACKLOG = 64
@@ -34,6 +37,21 @@ def check_name(name: object) -> str:
             "_.-, of which the first is a letter, a digit or _"
         )
     return name
+
+
+def of_process(pid: int) -> str:
+    """Return the name of a process of this namespace of processes. No shared cache has it."""
+    return f".{os.stat('/proc/self/ns/pid').st_ino}-{pid}"
+
+
+def processes() -> list[str]:
+    """Return the names of processes that can be asked, and of some that have died."""
+    try:
+        with _opened(create=False) as folder:
+            found = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(each.removesuffix(".sock") for each in found if _PROCESS.fullmatch(each))
 
 
 def folder_path() -> Path:
@@ -100,16 +118,18 @@ def holder(name: str) -> int | None:
 
 
 def listen(name: str) -> socket.socket:
-    """Listen under a name, whose lock the caller holds."""
+    """Listen under a name, which is the caller's alone: it holds the lock, or is the process."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with _opened(create=True) as folder:
-            place = f"{folder}/{name}.sock"
+            draft = f"{folder}/{name}.new"
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(place)  # of an owner that has died
-            server.bind(place)
-            os.chmod(place, 0o600)
-        server.listen(_BACKLOG)
+                os.unlink(draft)  # of one who has died
+            server.bind(draft)
+            os.chmod(draft, 0o600)
+            server.listen(_BACKLOG)
+            # Last, over that of one who has died: whoever finds the name finds one who listens.
+            os.rename(draft, f"{folder}/{name}.sock")
     except BaseException:
         server.close()
         raise
@@ -117,7 +137,7 @@ def listen(name: str) -> socket.socket:
 
 
 def remove(name: str) -> None:
-    """Remove the socket of a name, whose lock the caller holds."""
+    """Remove the socket of a name that is the caller's alone, or of a process that has died."""
     with contextlib.suppress(OSError, SharedCacheError), _opened(create=False) as folder:
         os.unlink(f"{folder}/{name}.sock")
 

@@ -87,6 +87,11 @@ class Namespace(Closing):
         self._check_open()
         return {"kind": "namespace", "nbytes": self.nbytes, "writable": self.writable}
 
+    @property
+    def disks(self) -> frozenset[int]:
+        """Device numbers of the disks that are read past the page cache now."""
+        return frozenset()
+
     def check_unchanged(self) -> None:
         """Raise StorageError when a file behind it was cut short, replaced or removed.
 

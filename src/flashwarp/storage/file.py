@@ -141,6 +141,11 @@ class File(Storage):
         """The C++ storage, for the controller; ClosedError after `close`."""
         return cast("_native.FileStorage", super().native)
 
+    @property
+    def disks(self) -> frozenset[int]:
+        """Device number of its disk, if it is read past the page cache now."""
+        return frozenset({self.identity[0]} if self._native.o_direct else ())
+
     def check_unchanged(self) -> None:
         """Raise StorageError when the file was cut short, replaced or removed."""
         end = self.offset + self.nbytes

@@ -1,0 +1,233 @@
+"""The processes of this user that have arrays open: what they count, and how fast.
+
+Each answers by a thread of its own; see `observing.endpoint`. One that has died is forgotten, and
+one that is stopped is said not to answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashwarp.array.stats import Stats
+from flashwarp.errors import FlashwarpError, SharedCacheError
+from flashwarp.probe import ceilings
+from flashwarp.probe.text import aligned, binary, thousands
+from flashwarp.sharing import messages, names
+
+_ANSWER_S = 1.0
+_COUNTS = tuple(Stats.__dataclass_fields__)
+HEADINGS = (
+    *("pid", "program", "kind", "route", "open", "hits", "read", "written", "ceiling"),
+    *("waits/s", "errors", "pinned", "threads"),
+)
+
+
+@dataclass
+class Process:
+    """One process that can be asked, and what it has said."""
+
+    name: str
+    asked: socket.socket | None = None
+    said: dict[str, Any] = field(default_factory=dict)
+    before: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    """Between these two answers."""
+    failed: str = ""
+    _when: float = 0.0
+
+    @classmethod
+    def own(cls) -> Process:
+        """Return this process, which `take` gives its counters."""
+        return cls(names.of_process(os.getpid()))
+
+    @classmethod
+    def reach(cls, name: str) -> Process | None:
+        """Connect to a process; None if it has died, which leaves nothing behind."""
+        client = names.reach(name)
+        if client is None:
+            names.remove(name)
+            return None
+        made = cls(name, client)
+        if messages.peer(client)[1] != os.geteuid():
+            client.close()
+            return None
+        made._say(messages.hello())
+        answer = made._hear()
+        if answer is not None and not made.failed:
+            try:
+                messages.check_hello(answer, f"process {made.pid}")
+            except SharedCacheError as error:
+                made.failed = str(error)
+        return made
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return int(self.name.rpartition("-")[2])
+
+    def ask(self) -> None:
+        """Ask for its counters; `hear` takes the answer, so that all processes answer at once."""
+        self._say({"ask": "counters"})
+
+    def hear(self) -> bool:
+        """Take the answer; returns False if the process has gone."""
+        answer = self._hear()
+        if answer is not None:
+            self.take(answer.body)
+        return answer is not None or bool(self.failed)
+
+    def take(self, said: dict[str, Any]) -> None:
+        """Take what the process has said now."""
+        now = time.monotonic()
+        self.before, self.said = self.said or said, said
+        self.seconds, self._when = (now - self._when if self._when else 0.0), now
+
+    def close(self) -> None:
+        """Leave it."""
+        if self.asked is not None:
+            self.asked.close()
+
+    def _say(self, body: dict[str, Any]) -> None:
+        assert self.asked is not None
+        self.asked.settimeout(_ANSWER_S)
+        with contextlib.suppress(OSError):  # it has died: `_hear` notices
+            messages.send(self.asked, body)
+
+    def _hear(self) -> messages.Message | None:
+        if self.failed:
+            return None
+        assert self.asked is not None
+        try:
+            answer = messages.receive(self.asked)
+            if answer is not None and "error" in answer.body:
+                raise messages.error_of(answer)
+        except TimeoutError:
+            self.failed = "does not answer: it is stopped, or holds the interpreter's lock"
+        except FlashwarpError as error:
+            self.failed = str(error)
+        except OSError:
+            return None
+        else:
+            return answer
+        return None
+
+    def rows(self, rates: dict[str, float]) -> list[dict[str, Any]]:
+        """Return a dictionary for each kind and route, for JSON; `rates` are ceilings."""
+        before = {_key(each): each for each in self.before.get("sums", ())}
+        found = []
+        for each in self.said.get("sums", ()):
+            now = {name: each.get(name, 0) for name in _COUNTS}
+            then = before.get(_key(each), {})
+            recent = Stats(**{name: now[name] - then.get(name, 0) for name in _COUNTS})
+            per_s = 1 / self.seconds if self.seconds else 0.0
+            # Of a process that was idle since the last look, the rate since its start says more.
+            counted = recent if recent.hits + recent.misses else Stats(**now)
+            found.append(
+                {
+                    **{name: each.get(name, "") for name in ("kind", "route", "device", "disks")},
+                    "open": each.get("open", 0),
+                    "hit_rate": counted.hit_rate,
+                    "read_bytes_per_s": recent.bytes_read * per_s,
+                    "written_bytes_per_s": recent.bytes_written * per_s,
+                    "ceiling_bytes_per_s": ceilings.of_route(
+                        rates, each.get("disks", ""), each.get("device", "")
+                    ),
+                    "waits_per_s": recent.helps * per_s,
+                    "counts": now,
+                }
+            )
+        return found
+
+    def as_dict(self, rates: dict[str, float]) -> dict[str, Any]:
+        """Return everything, for JSON."""
+        said = {each: self.said.get(each) for each in ("command", "uptime_s", "threads", "pinned")}
+        return {"pid": self.pid, **said, "failed": self.failed, "routes": self.rows(rates)}
+
+
+def _key(sums: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(sums.get(name) for name in ("kind", "route", "device", "disks"))
+
+
+class Processes:
+    """Those that run, with the connections to them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Process] = {}
+
+    def look(self) -> list[Process]:
+        """Ask all processes. Blocks until each has answered, or for a second."""
+        for name in names.processes():
+            if name not in self._known:
+                try:
+                    made = Process.reach(name)
+                except OSError:  # it dies now
+                    continue
+                if made is not None:
+                    self._known[name] = made
+        for each in self._known.values():
+            each.ask()
+        here = [each for each in self._known.values() if each.hear()]
+        # One that does not answer is reached anew: a late answer would pass for the next one's.
+        heard = {each.name: each for each in here if not each.failed}
+        for each in self._known.values():
+            if each.name not in heard:
+                each.close()
+        self._known = heard
+        return sorted(here, key=lambda each: each.pid)
+
+    def told(self) -> list[dict[str, Any]]:
+        """Look, and return what `Process.as_dict` says of each."""
+        rates = ceilings.kept()
+        return [each.as_dict(rates) for each in self.look()]
+
+    def close(self) -> None:
+        """Leave them."""
+        for each in self._known.values():
+            each.close()
+
+
+def lines(process: dict[str, Any], program_max: int = 24) -> list[tuple[str, ...]]:
+    """Return the cells of a process, a line for each route, under `HEADINGS`."""
+    program, _, rest = (process["command"] or "").partition(" ")
+    if os.path.basename(program).startswith("python") and rest:
+        program, _, rest = rest.partition(" ")
+    first = (str(process["pid"]), f"{os.path.basename(program)} {rest}"[:program_max].strip())
+    if process["failed"]:
+        return [(*first, *[""] * (len(HEADINGS) - 2))]
+    pinned = binary(sum((process["pinned"] or {}).values()))
+    own = (pinned, str(process["threads"]))
+    cells = []
+    for number, row in enumerate(process["routes"] or [{}]):
+        moved = _moved(row) if row else ("",) * 9
+        cells.append(
+            (*(first if not number else ("", "")), *moved, *(own if not number else ("", "")))
+        )
+    return cells
+
+
+def _moved(row: dict[str, Any]) -> tuple[str, ...]:
+    rates = row["read_bytes_per_s"], row["written_bytes_per_s"]
+    ceiling = row["ceiling_bytes_per_s"]
+    accesses = row["counts"]["hits"] + row["counts"]["misses"]
+    disks = f", disk {row['disks']}" if row["disks"] else ""
+    return (
+        *(row["kind"], f"{row['route']}, {row['device']}{disks}", str(row["open"])),
+        f"{row['hit_rate']:.1%}" if accesses else "",
+        *(f"{each / 1e9:.3g} GB/s" if each else "0" for each in rates),
+        f"{max(rates) / ceiling:.0%} of {ceiling / 1e9:.3g}" if ceiling else "",
+        *(thousands(row["waits_per_s"]), thousands(row["counts"]["errors"])),
+    )
+
+
+def table(processes: list[dict[str, Any]]) -> str:
+    """Return what `top` prints."""
+    if not processes:
+        return f"no process of yours has arrays open ({names.folder_path()})"
+    cells = [HEADINGS, *(line for each in processes for line in lines(each))]
+    failed = [f"process {each['pid']} {each['failed']}" for each in processes if each["failed"]]
+    return "\n".join([aligned(cells, left=4), *failed])
