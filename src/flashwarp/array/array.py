@@ -29,12 +29,14 @@ from flashwarp.errors import ArgumentError, CopyError, DeviceError
 from flashwarp.launch.operands import in_memory, is_foreign
 from flashwarp.launch.rows import ArrayStruct, RowFormat
 from flashwarp.nvme import Service
+from flashwarp.observing.ranges import marked
 
 if TYPE_CHECKING:
     from flashwarp.explanation import Explanation
 
 
 @renamed
+@marked
 class Array(Protocols):
     """An array in a storage, read and written through a cache in device memory.
 
@@ -527,8 +529,7 @@ class Array(Protocols):
         if "_attachment" not in self.__dict__:  # pickled, and not used since
             self._recipe = None
             return
-        failure = self._attachment.close()
-        if failure is not None:
+        if (failure := self._attachment.close()) is not None:
             raise failure
 
     def drop_cache(self, drop_dirty: bool = False) -> None:

@@ -42,12 +42,14 @@ from flashwarp.errors import (
 )
 from flashwarp.explanation import Explanation
 from flashwarp.observing import counting
+from flashwarp.observing.ranges import marked
 from flashwarp.storage import files
 
 _log = logging.getLogger(__name__)
 
 
 @renamed
+@marked
 class Checkpointer(endings.Closing):
     """Writes versions of arrays, and restores them, through caches in GPU and host memory.
 

@@ -22,6 +22,7 @@ from flashwarp.device import CudaDevice, stream_handle
 from flashwarp.errors import ArgumentError, DeviceTimeout, FlashwarpError, ReadOnlyError
 from flashwarp.explanation import Explanation
 from flashwarp.launch.operands import Index
+from flashwarp.observing.ranges import marked
 from flashwarp.pipeline.buffers import Buffers, imported, library_of
 from flashwarp.pipeline.choice import choose_route
 from flashwarp.pipeline.device_calls import DeviceCalls
@@ -38,6 +39,7 @@ _ROWS_MAX = 1 << 40
 
 
 @renamed
+@marked
 class Pipeline(endings.OfProcess):
     """Batches of rows that arrive in device memory while the device computes.
 
@@ -587,13 +589,11 @@ class _Entry(endings.Holder):
     def leave(self) -> None:
         endings.forget(self)
         self._counted.leave()
-        if self in self._dependents:
-            self._dependents.remove(self)
+        self._dependents[:] = [each for each in self._dependents if each is not self]
 
     def close(self) -> BaseException | None:
         try:
-            generator = self.generator()
-            if generator is not None:
+            if (generator := self.generator()) is not None:
                 generator.close()
         except FlashwarpError as error:
             return error
