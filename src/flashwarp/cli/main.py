@@ -31,6 +31,7 @@ COMMANDS = {
     "file": "Make, check and convert GVDK images; show where files lie on devices.",
     "ckpt": "List checkpoints, verify, show, prune and copy them.",
     "top": "Show the running programs that use flashwarp, and what they move.",
+    "report": "Turn a run or a trace into one page of HTML, with plots.",
     "serve": "Own a cache that other programs share, until it is interrupted.",
     "trace": "Record which lines are used, and compare replacement policies on them.",
 }

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashwarp.errors import ArgumentError, MissingFileError
+from flashwarp.errors import ArgumentError
 from flashwarp.policy import POLICIES, Policy
+from flashwarp.probe.plots import new_figure
 from flashwarp.probe.text import aligned
 from flashwarp.storage import files
 from flashwarp.trace.belady import min_misses, min_misses_in_sets
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 MIN = "MIN"
 MIN_IN_SETS = "MIN in sets"
 # Shares of the trace's different lines.
+_TITLE_MAX = 80
 SHARES = (0.01, 0.03, 0.1, 0.3, 0.6)
 
 
@@ -129,29 +131,28 @@ def plot(comparisons: Sequence[Comparison], path: str | os.PathLike[str]) -> Non
     MissingFileError
         When matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        why = "the plot needs matplotlib: pip install 'flashwarp[plot]'"
-        raise MissingFileError(why) from error
     columns = min(2, len(comparisons))
     rows = -(-len(comparisons) // columns)
-    figure = Figure(figsize=(6.0 * columns, 4.2 * rows), layout="constrained")
+    figure = new_figure(6.0 * columns, 4.2 * rows)
     for number, each in enumerate(comparisons, 1):
-        _draw(figure.add_subplot(rows, columns, number), each)
+        draw(each, figure.add_subplot(rows, columns, number))
     try:
         figure.savefig(path)
     except ValueError as error:
         raise ArgumentError(f"{os.fspath(path)}: {error}") from error
 
 
-def _draw(panel: Axes, comparison: Comparison) -> None:
+def draw(comparison: Comparison, panel: Axes) -> None:
+    """Draw hit rates over the size of the cache."""
+    from matplotlib import rcParams
+
+    ink = rcParams["text.color"]
     shares = [100 * n / comparison.footprint for n in comparison.capacities]
     for name, rates in comparison.hit_rates.items():
         bound = name in (MIN, MIN_IN_SETS)
-        style = {"color": "black", "linestyle": "-" if name == MIN else "--"} if bound else {}
+        style = {"color": ink, "linestyle": "-" if name == MIN else "--"} if bound else {}
         panel.plot(shares, [100 * r for r in rates], label=name, marker="o", markersize=3, **style)
-    panel.set_title(f"{comparison.trace}, {comparison.ways} ways")
+    panel.set_title(f"{comparison.trace}, {comparison.ways} ways"[:_TITLE_MAX])
     panel.set_xlabel("cache, % of the lines touched")
     panel.set_ylabel("hits, %")
     panel.set_ylim(0, 100)

@@ -1,0 +1,191 @@
+"""`flashwarp report`: a run or a trace as one page of HTML, with plots."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashwarp.cli.parser import Parser, amount, output_path
+
+if TYPE_CHECKING:
+    from flashwarp.probe.page import Page
+
+_ROWS_MAX = 40
+_MADE_BY = (
+    "a trace of `flashwarp trace record`, or the JSON of `flashwarp bench`, `trace compare`, "
+    "`tune`, `top` or `doctor`, or of a benchmark"
+)
+
+
+def add_arguments(parser: Parser, _: Sequence[str]) -> None:
+    """Give `parser` its options."""
+    parser.set_defaults(run=_run)
+    parser.add_argument("source", type=Path, help=f"{_MADE_BY[0].upper()}{_MADE_BY[1:]}.")
+    parser.add_argument(
+        "-o", "--output", type=output_path, default=Path("report.html"), help="The page."
+    )
+    parser.add_argument(
+        "--accesses",
+        type=amount(int, 1),
+        default=200_000,
+        help="Of a longer trace, as many from its start are replayed.",
+    )
+
+
+def _run(options: argparse.Namespace) -> None:
+    from flashwarp.errors import FileFormatError, MissingFileError
+    from flashwarp.storage import files
+
+    source: Path = options.source
+    try:
+        with source.open("rb") as file:
+            is_trace = file.read(2) == b"PK"
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{source} does not exist") from error
+    if is_trace:
+        page = _of_trace(source, options.accesses)
+    else:
+        try:
+            found = json.loads(source.read_text())
+        except ValueError as error:
+            raise FileFormatError(f"{source} is neither a trace nor JSON: {error}") from error
+        page = _of_json(source, found)
+    with files.replacing(options.output) as file:
+        file.write(page.html().encode())
+    print(f"{options.output}: {page.title}")
+
+
+def _of_trace(source: Path, accesses: int) -> Page:
+    from flashwarp.probe import plots
+    from flashwarp.probe.page import Page
+    from flashwarp.probe.report import provenance
+    from flashwarp.trace import Trace, compare
+
+    trace = Trace.load(source)
+    used = Trace(trace.lines[:accesses], trace.line_bytes, trace.name)
+    done = compare(used)  # raises for an empty one
+    left_out = f"; the first {len(used):,} are shown" if len(used) < len(trace) else ""
+    page = Page(
+        f"Trace {source.name}",
+        f"{len(trace):,} accesses to {trace.footprint:,} lines of {trace.line_bytes:,} bytes"
+        f"{left_out}. {trace.name}",
+        provenance("cpu"),
+    )
+    _add_comparison(page, done.as_dict())
+    page.add_plot(
+        "Which lines are used when",
+        plots.inline_svg(3.2, partial(plots.accesses, used.lines)),
+        "Brighter: more accesses. A rising edge is a scan; bands are lines that come again.",
+    )
+    page.add_plot(
+        "How popular lines are",
+        plots.inline_svg(3.0, partial(plots.popularity, used.lines)),
+        "The share of the accesses that the most popular lines have; dashed: all alike.",
+    )
+    return page
+
+
+def _of_json(source: Path, found: Any) -> Page:
+    from flashwarp.errors import FileFormatError
+    from flashwarp.probe.page import Page
+
+    add: dict[str, Callable[[Page, Any], None]] = {
+        "rows": _add_rows,
+        "comparisons": _add_comparisons,
+        "findings": _add_findings,
+        "programs": _add_programs,
+        "trials": _add_trials,
+    }
+    content = {"programs": found} if isinstance(found, list) else found
+    names = [name for name in add if isinstance(content, dict) and content.get(name)]
+    if not names:
+        raise FileFormatError(f"{source} has nothing to show: give {_MADE_BY}")
+    facts = {name: fact for name, fact in content.items() if name not in (*add, "title")}
+    page = Page(str(content.get("title", source.name)), f"From {source.name}.", facts)
+    try:
+        for name in names:
+            add[name](page, content[name])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise FileFormatError(f"{source} has no {names} that can be read: {why}") from error
+    return page
+
+
+def _add_comparisons(page: Page, comparisons: list[dict[str, Any]]) -> None:
+    for each in comparisons:
+        _add_comparison(page, each)
+
+
+def _add_comparison(page: Page, done: dict[str, Any]) -> None:
+    from flashwarp.probe import plots
+    from flashwarp.trace.compare import Comparison, draw
+
+    comparison = Comparison(**done)
+    page.add_plot(
+        f"Hit rates of {comparison.trace}"[:120],
+        plots.inline_svg(3.6, partial(draw, comparison)),
+        "MIN is the optimum of one who knows the future; in sets, with the sets of this cache.",
+    )
+    rates = comparison.hit_rates
+    names = ["cache, lines", *(f"{each:,}" for each in comparison.capacities)]
+    page.add_table("In figures", names, [[name, *map(_percent, r)] for name, r in rates.items()])
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _add_rows(page: Page, rows: list[dict[str, Any]]) -> None:
+    from flashwarp.probe import plots
+
+    for unit in dict.fromkeys(row["unit"] for row in rows):
+        these = [row for row in rows if row["unit"] == unit][:_ROWS_MAX]
+        values = [row["value"] for row in these]
+        beside = [row.get("reference", 0.0) for row in these]
+        svg = plots.bars([row["name"] for row in these], values, unit, beside)
+        page.add_plot(f"Measured, {unit}" if unit else "Measured", svg, "")
+    names = ("measurement", "value", "unit", "against", "", "ratio", "data", "note")
+    page.add_table("In figures", names, [_cells_of(row) for row in rows])
+
+
+def _cells_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    against: tuple[Any, ...] = ("", "", "")
+    if row.get("reference"):
+        against = (row.get("reference_name", ""), float(row["reference"]), float(row["ratio"]))
+    checked = {None: "", True: "right", False: "WRONG"}[row.get("checked")]
+    return (row["name"], float(row["value"]), row["unit"], *against, checked, row.get("note", ""))
+
+
+def _add_findings(page: Page, findings: list[dict[str, Any]]) -> None:
+    names = ("check", "state", "found", "advice")
+    keys = ("name", "state", "detail", "advice")
+    page.add_table("What works here", names, [[each[key] for key in keys] for each in findings])
+
+
+def _add_programs(page: Page, programs: list[dict[str, Any]]) -> None:
+    from flashwarp.probe import plots
+    from flashwarp.probe.running import HEADINGS, lines
+
+    routes = [(each, row) for each in programs for row in each["routes"]]
+    if routes:
+        names = [f"{each['pid']} {row['kind']}, {row['route']}" for each, row in routes]
+        read = [row["read_bytes_per_s"] / 1e9 for _, row in routes]
+        beside = [(row["ceiling_bytes_per_s"] or 0) / 1e9 for _, row in routes]
+        page.add_plot("By route", plots.bars(names, read, "GB/s read", beside), "")
+    page.add_table("Programs", HEADINGS, [line for each in programs for line in lines(each, 60)])
+
+
+def _add_trials(page: Page, trials: list[dict[str, Any]]) -> None:
+    from flashwarp.probe import plots
+
+    names = [each["settings"] for each in trials]
+    for key, unit in (("rows_per_s", "rows/s, measured"), ("predicted_rows_per_s", "predicted")):
+        values = [each.get(key) or 0.0 for each in trials]
+        svg = plots.bars(names, values, unit, [values[0]] * len(values))
+        page.add_plot(unit, svg, "The mark: with the defaults.")
+    keys = list(trials[0])
+    page.add_table("In figures", keys, [[each.get(key, "") for key in keys] for each in trials])
