@@ -171,7 +171,8 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path):
+def stage(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a text among the values is a name of a file to make
     made = Stage(tmp_path)
     yield made
     made.close()

@@ -75,7 +75,7 @@ def test_zeros_take_no_room(tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"rows": 0}, {"dim": 0}, {"dim": 2.5}, {"rows": True}, {"optimizer": "adamw"},
+        {"rows": 0}, {"dim": 0}, {"dim": 2.5}, {"rows": True}, {"optimizer": "adamx"},
         {"init": "ones"}, {"seed": -1},
     ],
     ids=str,
