@@ -59,13 +59,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--graph", default="kron:14", help="FILE, kron:SCALE or urand:SCALE")
     parser.add_argument("--folder", help="where the graph is made; default: a temporary one")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--cache", default="64 MiB")
     options = parser.parse_args()
+    if options.device == "cpu":
+        parser.error("numba-cuda compiles for GPUs: bfs.py is the same search for both devices")
 
     with tempfile.TemporaryDirectory(dir="/var/tmp") as temporary:
         graph = graphs.load(options.graph, options.folder or temporary)
         source = graph.pick_sources(1, seed=1)[0]
-        with graph.neighbours(device="cuda:0", cache=options.cache) as neighbours:
+        with graph.neighbours(device=options.device, cache=options.cache) as neighbours:
             distances = search(graph, neighbours, source)
     counts = np.bincount(distances[distances != UNREACHED])
     print(f"{graph.vertices} vertices, {graph.entries} entries, from vertex {source}")

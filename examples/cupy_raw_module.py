@@ -8,6 +8,7 @@ use RawModules already.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def by_value(array: fw.Array) -> np.ndarray:
     return np.frombuffer(handle, np.dtype([("words", np.uint64, len(handle) // 8)]))
 
 
-def main() -> None:
+def main(device: str) -> None:
     """Add a file, scaled, to an array of cupy."""
     values = np.random.default_rng(1).random(4 << 20, np.float32)
     module = cupy.RawModule(
@@ -45,7 +46,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.npy"
         np.save(path, values)
-        with fw.open(path, device="cuda", cache="1 MiB") as x:
+        with fw.open(path, device=device, cache="1 MiB") as x:
             saxpy((256,), (256,), (by_value(x), y, np.float32(2), np.uint64(x.size)))
             # Waits for the stream; raises if a read failed.
             x.wait(cupy.cuda.get_current_stream())
@@ -54,4 +55,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    if options.device == "cpu":
+        parser.error("cupy compiles for GPUs: kernel.py has a kernel for both devices")
+    main(options.device)

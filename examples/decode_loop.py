@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024, help="floats of a row")
     parser.add_argument("--tokens", type=int, default=200, help="of each of eight sequences")
     parser.add_argument("--cache", default="16 MiB")
-    parser.add_argument("--device", help="cpu or cuda; default: the GPU, if torch has one")
+    parser.add_argument("--device", help="cpu or cuda:N; default: the GPU, if torch has one")
     parser.add_argument(
         "--compare", action="store_true", help="also time other places of the table"
     )

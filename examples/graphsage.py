@@ -1,6 +1,6 @@
 """GraphSAGE in mini-batches, with the graph and its features in files that exceed their caches.
 
-    python examples/graphsage.py [cpu | cuda]
+    python examples/graphsage.py --device cpu
 
 Each step samples the neighbourhoods of some vertices, 10 neighbours of each and 5 of each of these,
 reads the features of all vertices in them, and trains on the result. The next batch is sampled, and
@@ -14,7 +14,7 @@ is right much more often, because it sees the neighbours.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -151,4 +151,6 @@ def main(device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    main(parser.parse_args().device)

@@ -1,13 +1,13 @@
 """The smallest kernel of your own: a histogram of a file that does not fit the cache.
 
-    python examples/kernel.py [cpu | cuda]
+    python examples/kernel.py --device cpu
 
 The kernel is CUDA C++. The same text runs on a GPU and on the CPU device.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -43,4 +43,6 @@ def main(device: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", help="cpu or cuda:N; default: the GPU")
+    main(parser.parse_args().device)

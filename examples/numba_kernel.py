@@ -7,6 +7,7 @@ Needs a GPU and `pip install 'flashwarp[numba]'`.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def sum_rows(sums, data):
         sums[row] = total
 
 
-def main() -> None:
+def main(device: str) -> None:
     """Read 32 MiB through a cache of 4 MiB."""
     values = np.random.default_rng(1).integers(0, 100, 8 << 20).astype(np.float32)
     indices = np.random.default_rng(2).integers(0, values.size, 1 << 20)
@@ -48,7 +49,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "data.npy"
         np.save(path, values)
-        with fw.open(path, device="cuda", cache="4 MiB") as data:
+        with fw.open(path, device=device, cache="4 MiB") as data:
             pick[256, 256](out, data, cuda.to_device(indices))
             sum_rows[8, 128](sums, data)
             data.wait()
@@ -58,4 +59,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    if options.device == "cpu":
+        parser.error("numba-cuda compiles for GPUs: kernel.py has a kernel for both devices")
+    main(options.device)

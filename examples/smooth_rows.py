@@ -107,10 +107,10 @@ def main(device: fw.device.Device, warps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    name = parser.parse_args().device
-    if name == "cpu":
+    parser.add_argument("--device", help="cpu or cuda:N; default: the GPU")
+    device = fw.device.resolve(parser.parse_args().device)
+    if device.kind == "cpu":
         with fw.device.CpuDevice(threads=4) as four:
             main(four, 4)
     else:
-        main(fw.device.resolve(name), 16)
+        main(device, 16)

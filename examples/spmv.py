@@ -1,7 +1,7 @@
 """Multiply a sparse matrix that is larger than the cache with a vector: y = A x.
 
-    python examples/spmv.py --matrix matrix.mtx
-    python examples/spmv.py --matrix kron:18
+    python examples/spmv.py --graph matrix.mtx
+    python examples/spmv.py --graph kron:18
 
 Columns and values are two arrays on one cache. A warp sums the part of a row that lies in its chunk
 and adds it to y, so many warps share a long row. The diagonal is left out, because the matrix is
@@ -79,7 +79,7 @@ def with_weights(graph):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--matrix", default="kron:12", help="FILE, kron:SCALE or urand:SCALE")
+    parser.add_argument("--graph", default="kron:12", help="FILE, kron:SCALE or urand:SCALE")
     parser.add_argument("--folder", help="where it is stored; default: a temporary one")
     parser.add_argument("--device", help="cpu or cuda:N; default: the GPU")
     parser.add_argument("--cache", default="64 MiB")
@@ -87,7 +87,7 @@ def main():
 
     with tempfile.TemporaryDirectory(dir="/var/tmp") as temporary:
         folder = options.folder or temporary
-        matrix = with_weights(graphs.load(options.matrix, folder, symmetric=False))
+        matrix = with_weights(graphs.load(options.graph, folder, symmetric=False))
         with (
             fw.Cache(options.cache, device=options.device) as cache,
             matrix.neighbours(cache=cache) as columns,

@@ -1,13 +1,13 @@
 """A torch custom operator whose kernel reads an embedding table that does not fit in memory.
 
-    python examples/torch_custom_op.py [cpu | cuda]
+    python examples/torch_custom_op.py --device cpu
 
 The operator works on CPU and CUDA tensors, in eager mode and under `torch.compile`.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -74,4 +74,6 @@ def main(name: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", help="cpu or cuda:N; default: the GPU")
+    main(parser.parse_args().device)

@@ -1,6 +1,6 @@
 """A two-tower recommender whose tables of users and items are larger than their caches.
 
-    python examples/two_tower.py [cpu | cuda]
+    python examples/two_tower.py --device cpu
 
 Each tower reads a row of its table and passes it through a small network; the dot product of both
 is the score of a pair. The data is synthetic. Users are drawn uniformly. Items are drawn by a Zipf
@@ -16,8 +16,8 @@ possible loss, that of the distribution itself, than to ln 64.
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 import tempfile
 from pathlib import Path
 
@@ -141,4 +141,6 @@ def main(device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    main(parser.parse_args().device)

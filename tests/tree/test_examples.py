@@ -16,36 +16,77 @@ EXAMPLES = ROOT / "examples"
 # numba of today asks numpy for a name that numpy 2.5 has dropped.
 SHIM = "import numpy\nif not hasattr(numpy, 'row_stack'):\n    numpy.row_stack = numpy.vstack\n"
 
-ON_THE_CPU = [
-    ("kernel.py", None, ["cpu"]),
-    ("smooth_rows.py", None, ["--device=cpu"]),
-    ("torch_custom_op.py", "torch", ["cpu"]),
-    ("two_tower.py", "torch", ["cpu"]),
-    ("graphsage.py", "torch", ["cpu"]),
-    ("sort_file.py", "torch", ["--device=cpu", "--keys=100000", "--run-keys=30000"]),
-    ("matmul_files.py", "torch", ["--device=cpu", "--side=200", "--panel=64", "--slab=48"]),
-    ("decode_loop.py", "torch", ["--device=cpu", "--rows=4096", "--width=64", "--tokens=20"]),
-    ("adjoint_wave.py", "torch", ["--device=cpu", "--cells=40", "--steps=60"]),
-    ("offload_ngram.py", "torch", ["--device=cpu", "--rows=4096", "--tokens=20"]),
+# What each needs, and options besides `--device`, which all have.
+EXAMPLES_OF_BOTH = [
+    ("bfs.py", None, []),
+    ("connected_components.py", None, []),
+    ("spmv.py", None, []),
+    ("vector_add.py", None, []),
+    ("kernel.py", None, []),
+    ("smooth_rows.py", None, []),
+    ("torch_custom_op.py", "torch", []),
+    ("two_tower.py", "torch", []),
+    ("graphsage.py", "torch", []),
+    ("sort_file.py", "torch", ["--keys=100000", "--run-keys=30000"]),
+    ("matmul_files.py", "torch", ["--side=200", "--panel=64", "--slab=48"]),
+    ("decode_loop.py", "torch", ["--rows=4096", "--width=64", "--tokens=20"]),
+    ("adjoint_wave.py", "torch", ["--cells=40", "--steps=60"]),
+    ("offload_ngram.py", "torch", ["--rows=4096", "--tokens=20"]),
 ]
-ON_A_GPU = [
-    ("kernel.py", None, ["cuda"]),
-    ("torch_custom_op.py", "torch", ["cuda"]),
-    ("two_tower.py", "torch", ["cuda"]),
-    ("graphsage.py", "torch", ["cuda"]),
-    ("sort_file.py", "torch", ["--device=cuda"]),
-    ("matmul_files.py", "torch", ["--device=cuda"]),
-    ("decode_loop.py", "torch", ["--compare"]),
+FOR_GPUS = [
     ("numba_kernel.py", "numba_cuda", []),
+    ("bfs_numba.py", "numba_cuda", []),
     ("cupy_raw_module.py", "cupy", []),
 ]
+ON_THE_CPU = [(name, needs, ["--device=cpu", *more]) for name, needs, more in EXAMPLES_OF_BOTH]
+ON_A_GPU = [
+    *((name, needs, ["--device=cuda"]) for name, needs, _ in [*EXAMPLES_OF_BOTH, *FOR_GPUS]),
+    ("decode_loop.py", "torch", ["--compare"]),
+]
+
+
+def run_example(name: str, arguments: list[str], path: str, folder: Path) -> tuple[int, str, str]:
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        # Threads of torch that wait for each other by spinning take minutes where others run too.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": str(folder)},
+        check=False,
+        timeout=100,
+    )
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_every_example_is_in_a_list() -> None:
+    listed = {name for name, _, _ in [*EXAMPLES_OF_BOTH, *FOR_GPUS]}
+
+    assert {path.name for path in EXAMPLES.glob("*.py")} == listed
+
+
+@pytest.mark.parametrize(("name", "needs"), [each[:2] for each in FOR_GPUS])
+def test_example_for_gpus_says_so(name: str, needs: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+    (tmp_path / "sitecustomize.py").write_text(SHIM)
+
+    status, _, said = run_example(name, ["--device=cpu"], str(tmp_path), tmp_path)
+
+    assert status == 2
+    assert "for GPUs: " in said
 
 
 @pytest.mark.parametrize(
     ("name", "needs", "arguments"),
     [*ON_THE_CPU, *(pytest.param(*each, marks=pytest.mark.gpu) for each in ON_A_GPU)],
 )
-def test_example_runs(name: str, needs: str | None, arguments: list[str], tmp_path: Path) -> None:
+def test_example_runs(
+    name: str,
+    needs: str | None,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if needs is not None and importlib.util.find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed")
     packages = tmp_path / "packages"
@@ -53,18 +94,11 @@ def test_example_runs(name: str, needs: str | None, arguments: list[str], tmp_pa
     (packages / "sitecustomize.py").write_text(SHIM if needs == "numba_cuda" else "")
     path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
 
-    result = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        capture_output=True,
-        text=True,
-        # Threads of torch that wait for each other by spinning take minutes where others run too.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
-        check=False,
-        timeout=100,
-    )
+    if needs is None:  # others warn
+        monkeypatch.setenv("PYTHONWARNINGS", "error")
+    status, printed, errors = run_example(name, arguments, path, tmp_path)
 
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip()
+    assert status == 0, errors
+    assert printed.strip()
     if (name, needs, arguments) in ON_THE_CPU:
-        assert result.stdout.startswith("cpu: ")
         assert not list(tmp_path.glob("tmp*")), "what it made is gone"
