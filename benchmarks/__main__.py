@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from benchmarks import BENCHES
-from flashwarp.cli.parser import Parser, amount, folder, output_path
+from flashwarp.cli.parser import Parser, add_json, amount, folder, text_beside
 from flashwarp.errors import FlashwarpError
 from flashwarp.probe.report import Report, kept
 
@@ -25,6 +25,9 @@ __all__ = ["main"]
 
 # Parameters that say how often something is done: at least once.
 _COUNTS = frozenset({"epochs", "loads", "runs", "sources", "steps"})
+
+# The extras of flashwarp that bring what is not called as they are.
+_EXTRAS = {"torch": "torch", "scipy": "graphs", "matplotlib": "plot"}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -43,8 +46,21 @@ def main(arguments: Sequence[str]) -> None:
         options.run(options)
     except (FlashwarpError, OSError) as error:
         sys.exit(f"error: {error}")
+    except ImportError as error:
+        sys.exit(f"error: {_absent(error)}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _absent(error: ImportError) -> str:
+    """Say what installs a library that a benchmark has not found; errors of our own pass."""
+    name = (error.name or "").partition(".")[0]
+    if name in ("benchmarks", "flashwarp"):
+        raise error
+    if not name:  # as flashwarp.torch says it itself
+        return str(error)
+    what = f"'.[{_EXTRAS[name]}]'" if name in _EXTRAS else name
+    return f"{error}: the benchmark needs it; in a checkout, `pip install {what}`"
 
 
 class _PrintList(argparse.Action):
@@ -91,7 +107,7 @@ def _add_options(parser: argparse.ArgumentParser, module: str) -> None:
         option = "--" + key.replace("_", "-")
         text = hints[key].__metadata__[0].replace("%", "%%")
         parser.add_argument(option, default=parameter.default, help=text, **convert)
-    parser.add_argument("--json", type=output_path, help="Also write the results here.")
+    add_json(parser)
     parser.set_defaults(run=lambda options: _run(benchmark, list(parameters), options))
 
 
@@ -102,9 +118,9 @@ def _run(
     with tempfile.TemporaryDirectory(dir=given.get("folder") or "/var/tmp") as temporary:
         if "folder" in given:
             given["folder"] = Path(temporary)
-        with kept(options.json):
+        with kept(options.json), text_beside(options.json):
             report = benchmark(**given)
-        report.show()
+            report.show()
         if options.json is not None:
             report.save(options.json)
     for part, why in report.failed.items():

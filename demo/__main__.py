@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import importlib.util
-import json
 import os
 import shutil
 import stat
@@ -25,7 +24,7 @@ from demo import features, graph, table
 from demo.progress import Steps
 from demo.report import DemoResult, as_dict, draw, text
 from flashwarp.cli.main import main
-from flashwarp.cli.parser import Parser
+from flashwarp.cli.parser import STDOUT, Parser, add_json, write_json
 from flashwarp.config import cores
 from flashwarp.device import Device, resolve
 from flashwarp.errors import MissingFileError, PathError
@@ -71,16 +70,14 @@ def run(arguments: Sequence[str]) -> None:
         help="quick: 1.2 GiB of files; full: 18 GiB.",
     )
     parser.add_argument("--keep", action="store_true", help="Leave the data files there.")
-    parser.add_argument(
-        "--json", action="store_true", help="Print the results as JSON, and the rest to stderr."
-    )
+    add_json(parser)
     _demo(parser.parse_args(arguments))
 
 
 def _demo(options: argparse.Namespace) -> None:
     _check_packages()
     device = resolve(None if options.device == "auto" else options.device)
-    out = sys.stderr if options.json else sys.stdout
+    out = sys.stderr if options.json == STDOUT else sys.stdout
     directory = options.dir
     if directory is not None:
         try:
@@ -114,8 +111,8 @@ def _demo(options: argparse.Namespace) -> None:
     print(f"\n{text(result)}\n", file=out)
     draw(result, picture)
     print(f"Picture: {picture}\n{_NEXT}", file=out)
-    if options.json:
-        print(json.dumps(as_dict(result), indent=2))
+    if options.json is not None:
+        write_json(options.json, as_dict(result))
 
 
 def _run(files: Path, size: str, device: Device, steps: Steps) -> DemoResult:

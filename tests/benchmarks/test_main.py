@@ -96,6 +96,34 @@ def test_wrong_data_ends_with_1(monkeypatch, calls, capsys):
     assert "wrong data: a" in capsys.readouterr().err
 
 
+def test_json_alone_leaves_stdout_to_it(monkeypatch, calls, capfd):
+    assert run_main(monkeypatch, "fake", "--json") == 0
+
+    printed = capfd.readouterr()
+    assert [row["name"] for row in json.loads(printed.out)["rows"]] == ["a"]
+    assert "measurement" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("torch.nn", "pip install '.[torch]'"),
+        ("scipy", "pip install '.[graphs]'"),
+        ("transformers", "pip install transformers"),
+    ],
+)
+def test_a_library_that_is_absent_is_named(monkeypatch, calls, capsys, module, said):
+    def run(device: str | None, folder: Path) -> Report:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(sys.modules["benchmarks.fake.fake"], "run", run)
+
+    ended = run_main(monkeypatch, "fake")
+
+    assert f"No module named {module!r}" in ended
+    assert said in ended
+
+
 def test_a_part_that_fails_costs_no_other_part(monkeypatch, calls, tmp_path, capsys):
     def run(device: str | None, folder: Path) -> Report:
         report = report_of(Row("a", 1.0, "GB/s"))

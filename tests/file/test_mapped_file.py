@@ -163,7 +163,7 @@ def test_command_prints_the_map(path: Path, capsys: pytest.CaptureFixture[str]) 
     fragmented(path, MIB)
     found = fw.file.BlockMap.of(path)
 
-    run(["file", "map", "--json", str(path)])
+    run(["file", "map", str(path), "--json"])
     facts = json.loads(capsys.readouterr().out)
     run(["file", "map", str(path)])
     table = capsys.readouterr().out

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashwarp.cli.parser import Parser, amount, folder, output_path
+from flashwarp.cli.parser import Parser, add_json, amount, folder, text_beside
 
 _PARTS = ("gather", "load", "pipeline", "checkpoint")
 _BYTES_MIN = 1 << 20
@@ -68,7 +68,7 @@ def add_arguments(parser: Parser, arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--runs", type=amount(int, 1), default=3, help="Of each figure; the median counts."
     )
-    parser.add_argument("--json", type=output_path, help="Also write the results here.")
+    add_json(parser)
     parser.set_defaults(run=_bench)
 
 
@@ -88,9 +88,10 @@ def _bench(options: argparse.Namespace) -> None:
     with (
         tempfile.TemporaryDirectory(dir=options.folder or "/var/tmp", prefix="flashwarp-") as place,
         kept(options.json),
+        text_beside(options.json),
     ):
         report = reach(device, Path(place), nbytes, parts, options.runs)
-    report.show()
+        report.show()
     if options.json is not None:
         report.save(options.json)
     for part, why in report.failed.items():

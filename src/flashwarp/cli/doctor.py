@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import mmap
 import os
 import platform
@@ -36,7 +35,7 @@ from flashwarp._jit import cuda_api, nvrtc
 from flashwarp._jit.artifact_cache import ArtifactCache
 from flashwarp.cli.doctor_nvme import Machine
 from flashwarp.cli.finding import Finding, State
-from flashwarp.cli.parser import existing_path
+from flashwarp.cli.parser import STDOUT, add_json, existing_path, write_json
 from flashwarp.device import CudaDevice, resolve
 from flashwarp.errors import FlashwarpError
 from flashwarp.observing.counting import disk_names
@@ -75,7 +74,7 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
         default=Path(),
         help="A directory, or a file, on the file system to examine.",
     )
-    parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
+    add_json(parser)
     parser.set_defaults(run=_run)
 
 
@@ -88,14 +87,14 @@ def _run(options: argparse.Namespace) -> None:
             findings.append(finding)
     _show_progress("")
     works = all(finding.state != "broken" for finding in findings)
-    if options.json:
+    if options.json is not None:
         report = {
             "flashwarp": version("flashwarp"),
             "works": works,
             "findings": [{"name": each.name, **asdict(each)} for each in findings],
         }
-        print(json.dumps(report, indent=2))
-    else:
+        write_json(options.json, report)
+    if options.json != STDOUT:
         _print_table(findings, works)
     sys.exit(0 if works else 1)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashwarp.cli.parser import Parser, existing_path
+from flashwarp.cli.parser import STDOUT, Parser, add_json, existing_path, write_json
 
 if TYPE_CHECKING:
     from flashwarp.file.gvdk import Report
@@ -22,7 +21,7 @@ def add_arguments(commands: argparse._SubParsersAction[Parser]) -> None:
     create.add_argument("path", help="The image.")
     create.add_argument("size", help="Bytes up to the end of its data, as 10 GiB.")
     info = _command(commands, "info", _info, "Show what the header of an image says.")
-    info.add_argument("--json", action="store_true", help="Print one JSON object.")
+    add_json(info)
     verify = _command(
         commands,
         "verify",
@@ -118,9 +117,9 @@ def _info(options: argparse.Namespace) -> None:
                 list(each) for each in (image.recovered.ranges if image.recovered else ())
             ],
         }
-    if options.json:
-        json.dump(facts, sys.stdout)
-        print()
+    if options.json is not None:
+        write_json(options.json, facts)
+    if options.json == STDOUT:
         return
     for name, value in facts.items():
         print(f"{name.replace('_', ' '):20} {value if value != [] else 'nothing'}")

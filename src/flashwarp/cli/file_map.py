@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
+from flashwarp.cli.parser import STDOUT, add_json, write_json
 from flashwarp.errors import PathError
 
 WHAT = "Show where the bytes of a file lie on its block device; exit with 1 if no map can be used."
@@ -20,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Count from the begin of the whole drive, as its own commands do.",
     )
-    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    add_json(parser)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -29,7 +28,7 @@ def _run(options: argparse.Namespace) -> None:
     found = BlockMap.of(options.path)
     if options.disk:
         found = found.on_disk()
-    if options.json:
+    if options.json is not None:
         facts = {
             "path": found.path,
             "nbytes": found.nbytes,
@@ -39,8 +38,8 @@ def _run(options: argparse.Namespace) -> None:
             "generation": found.state.generation,
             "extents": [extent._asdict() for extent in found.extents],
         }
-        json.dump(facts, sys.stdout)
-        print()
+        write_json(options.json, facts)
+    if options.json == STDOUT:
         return
     print(f"{found.path}: {found.nbytes} bytes on {found.volume.path} ({found.file_system})")
     print(f"{'byte of the file':>20} {'byte of the device':>20} {'bytes':>16}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -54,6 +56,35 @@ def output_path(text: str) -> Path:
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
     return path
+
+
+STDOUT = Path("/dev/stdout")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the option that all commands with results for programs have."""
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        type=output_path,
+        metavar="FILE",
+        help="Print the results as JSON and all else to stderr, or write them to FILE as well.",
+    )
+
+
+def text_beside(path: Path | None) -> contextlib.AbstractContextManager[object]:
+    """Send text to stderr in the ``with`` if JSON goes to stdout."""
+    return contextlib.redirect_stdout(sys.stderr) if path == STDOUT else contextlib.nullcontext()
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write results to where `--json` says."""
+    text = json.dumps(content, indent=2) + "\n"
+    if path == STDOUT:
+        print(text, end="")
+    else:
+        path.write_text(text)
 
 
 def amount(kind: type[int] | type[float], least: int = 0) -> Callable[[str], float]:

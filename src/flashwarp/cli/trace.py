@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashwarp.cli.parser import Parser, output_path
+from flashwarp.cli.parser import Parser, add_json, output_path, text_beside, write_json
 
 if TYPE_CHECKING:
     from flashwarp.trace import Trace
@@ -51,7 +51,7 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
         "--sizes", default="", help="Lines of the cache, as 100,1000; default shares of those used."
     )
     compare.add_argument("--policies", default="", help="As lru,sieve; default all.")
-    compare.add_argument("--json", type=output_path, help="Also write the results here.")
+    add_json(compare)
     compare.add_argument("--plot", type=output_path, help="Draw them: .png, .svg or .pdf.")
 
     for each in (replay, compare):
@@ -111,7 +111,7 @@ def _compare(options: argparse.Namespace) -> None:
     from flashwarp.policy import POLICIES
     from flashwarp.probe.report import provenance
     from flashwarp.trace import compare as run
-    from flashwarp.trace.compare import plot, save
+    from flashwarp.trace.compare import plot
 
     done = [
         run(
@@ -122,10 +122,12 @@ def _compare(options: argparse.Namespace) -> None:
         )
         for source in options.sources
     ]
-    for each in done:
-        print(each.table())
+    with text_beside(options.json):
+        for each in done:
+            print(each.table())
     if options.json is not None:
-        save(done, options.json, **provenance("cpu"))
+        comparisons = [each.as_dict() for each in done]
+        write_json(options.json, {**provenance("cpu"), "comparisons": comparisons})
     if options.plot is not None:
         plot(done, options.plot)
 
