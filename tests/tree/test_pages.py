@@ -5,15 +5,18 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import operator
 import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks import overview
 from flashwarp import errors
 
 ROOT = Path(__file__).parents[2]
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+CHOICES = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
 ERRORS = [
     name
     for name, thing in vars(errors).items()
@@ -46,6 +49,19 @@ def test_messages_are_quoted_as_they_are() -> None:
 
     assert len(quoted) > 15
     assert [text for text in quoted if text not in ours] == []
+
+
+@pytest.mark.parametrize(("door", "name"), re.findall(r"`(fwt?)\.([\w.]+)", CHOICES))
+def test_calls_of_the_choice_exist(door: str, name: str) -> None:
+    if door == "fwt":
+        pytest.importorskip("torch", reason="torch is an extra")
+    module = importlib.import_module({"fw": "flashwarp", "fwt": "flashwarp.torch"}[door])
+
+    assert operator.attrgetter(name)(module)
+
+
+def test_picture_is_that_of_the_stored_records() -> None:
+    assert overview.PICTURE.read_text() == overview.draw(), "run python -m benchmarks.overview"
 
 
 # Maps: tables whose last column names files and folders.
