@@ -72,6 +72,25 @@ bool mask_blocks_signal() {
   return pthread_sigmask(SIG_SETMASK, nullptr, &blocked) != 0 || sigismember(&blocked, SIGBUS) != 0;
 }
 
+void copy_once(char* target, const char* source, size_t nbytes) {
+  if constexpr (FW_TSAN != 0) {
+    // Frames may be read while they are filled; in that build only atomic accesses may race.
+    warp::copy<warp::source::kStream>(lanes::all(), reinterpret_cast<uint64_t>(target),
+                                      reinterpret_cast<uint64_t>(source), nbytes);
+  } else {
+    std::memcpy(target, source, nbytes);
+  }
+}
+
+// Makes a copy; `nbytes` is its size, which a compiler may know.
+void copy_all(const GuardedCopy& copy, size_t nbytes) {
+  auto* target = static_cast<char*>(copy.target);
+  const auto* source = static_cast<const char*>(copy.source);
+  for (size_t i = 0; i < copy.count; ++i) {
+    copy_once(target + i * nbytes, source + i * copy.stride, nbytes);
+  }
+}
+
 }  // namespace
 
 // Whether SIGBUS reaches the handler in this thread: the kernel ends a process whose thread faults
@@ -108,20 +127,20 @@ void guarded_copy(GuardedCopy* copies, uint32_t count) {
     GuardedCopy& copy = copies[next];
     next = next + 1;
     guard.begin = reinterpret_cast<uintptr_t>(copy.source);
-    guard.end = guard.begin + copy.nbytes;
+    guard.end = guard.begin + (copy.count - 1) * copy.stride + copy.nbytes;
     active = &guard;
     // Orders these stores against the handler, which runs in this thread.
     std::atomic_signal_fence(std::memory_order_seq_cst);
-    if constexpr (FW_TSAN != 0) {
-      // Frames may be read while they are filled; in that build only atomic accesses may race.
-      warp::copy<warp::source::kStream>(lanes::all(), reinterpret_cast<uint64_t>(copy.target),
-                                        guard.begin, copy.nbytes);
+    if (copy.nbytes == 4) {
+      copy_all(copy, 4);
+    } else if (copy.nbytes == 8) {
+      copy_all(copy, 8);
     } else {
-      std::memcpy(copy.target, copy.source, copy.nbytes);
+      copy_all(copy, copy.nbytes);
     }
     // Acquire: the second load of the last byte comes after the loads of the copy.
     std::atomic_thread_fence(std::memory_order_acquire);
-    const char last = static_cast<const volatile char*>(copy.source)[copy.nbytes - 1];
+    const char last = *reinterpret_cast<const volatile char*>(guard.end - 1);
     std::atomic_signal_fence(std::memory_order_seq_cst);
     active = nullptr;
     copy.result = last == 0 ? CopyResult::kEndsWithZero : CopyResult::kCopied;

@@ -52,6 +52,9 @@ struct GuardedCopy {
   const void* source;
   size_t nbytes;  // more than 0
   CopyResult result;
+  // So many times, from sources that lie `stride` bytes apart, to the target back to back.
+  size_t count = 1;
+  size_t stride = 0;
 };
 
 // Makes copies from mappings, and sets their results. The handler must be installed. Reads the last

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -220,13 +221,25 @@ nb::object RowCalls::gather_on_host(nb::handle idx, nb::handle out, nb::handle e
   return operands.out;
 }
 
-// Neighbouring bytes of the array, and the axes that the key leaves.
+// Neighbouring bytes of the array, or cells at equal distances, and the axes that the key leaves.
 struct RowCalls::Item {
-  uint64_t begin = 0, nbytes = 0;
+  // Of cells.
+  static constexpr uint64_t kBytesMax = 512;
+
+  uint64_t begin = 0, nbytes = 0, count = 1, stride = 0;
   std::vector<int64_t> shape;
+
+  bool is_range() const { return count == 1 || stride == nbytes; }
+  RowSize size() const {
+    if (is_range()) return {.index_bytes = 0, .count = count * nbytes};
+    return {.verb = RowSize::Verb::kCells,
+            .index_bytes = 0,
+            .count = count,
+            .counting = {0, stride, nbytes}};
+  }
 };
 
-// A launch of so few bytes runs in the calling thread.
+// A launch of few bytes runs in the calling thread.
 nb::object RowCalls::item(nb::handle key, nb::handle end) {
   Item item;
   if (launching_ != nullptr || !find_item(key, item) || fork_.in_child()) return nb::none();
@@ -235,9 +248,9 @@ nb::object RowCalls::item(nb::handle key, nb::handle end) {
   nb::object out = host_.empty(item.shape);
   HostArray rows;
   if (!out.is_valid() || !rows.take(out, true)) return nb::none();
-  const RowSize size = {.verb = RowSize::Verb::kGather, .index_bytes = 0, .count = item.nbytes};
-  plans_.run(launcher_, size, {0, item.nbytes, rows.address(), item.begin});
-  moved_.add(1);
+  const RowSize size = item.size();
+  plans_.run(launcher_, size, {0, size.count, rows.address(), item.begin});
+  moved_.add(item.count);
   if (failed()) staying([&] { end("gather", nb::none()); });
   return item.shape.empty() ? nb::object(out[nb::tuple()]) : out;
 }
@@ -253,11 +266,38 @@ bool RowCalls::find_item(nb::handle key, Item& item) const {
       length = row_shape_[axis - 1];
       item.nbytes /= uint64_t(length);
     }
-    auto index = host_.integer(several ? PyTuple_GetItem(key.ptr(), Py_ssize_t(axis)) : key.ptr());
+    const nb::handle part = several ? PyTuple_GetItem(key.ptr(), Py_ssize_t(axis)) : key.ptr();
+    if (axis == 0 && PySlice_Check(part.ptr())) {
+      if (!find_rows(part, item)) return false;
+      continue;
+    }
+    auto index = host_.integer(part);
     if (!index || *index < -length || *index >= length) return false;
     item.begin += uint64_t(*index < 0 ? *index + length : *index) * item.nbytes;
   }
-  item.shape.assign(row_shape_.begin() + std::ptrdiff_t(count - 1), row_shape_.end());
+  item.shape.insert(item.shape.end(), row_shape_.begin() + std::ptrdiff_t(count - 1),
+                    row_shape_.end());
+  return item.is_range() || (item.nbytes <= Item::kBytesMax && std::has_single_bit(item.nbytes));
+}
+
+// Finds the rows of a slice; false if they are none, or go backwards, or the slice has other
+// objects than integers, whose code would run.
+bool RowCalls::find_rows(nb::handle slice, Item& item) const {
+  for (const char* bound : {"start", "stop", "step"}) {
+    const nb::object value = slice.attr(bound);
+    if (!value.is_none() && !host_.integer(value)) return false;
+  }
+  Py_ssize_t start, stop, step;
+  if (PySlice_Unpack(slice.ptr(), &start, &stop, &step) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  const Py_ssize_t count = PySlice_AdjustIndices(length_, &start, &stop, step);
+  if (count == 0 || step < 0) return false;
+  item.begin = uint64_t(start) * row_bytes_;
+  item.count = uint64_t(count);
+  item.stride = uint64_t(step) * row_bytes_;
+  item.shape.push_back(count);
   return true;
 }
 

@@ -144,8 +144,8 @@ class RowCalls {
   // waits for a moment; if the launch has not ended then, or has failed, it calls `end`.
   nb::object gather(nb::handle idx, nb::handle out, nb::handle stream, nb::handle end);
   bool prefetch(nb::handle idx, nb::handle stream, nb::handle end);
-  // Returns the element, or the elements in a row, at one integer for each of the first axes; on
-  // the CPU device. None if it goes the ordinary way.
+  // Returns the elements at a key of integers for the first axes, of which the first may be a slice
+  // instead; on the CPU device. None if it goes the ordinary way.
   nb::object item(nb::handle key, nb::handle end);
   // Returns what an asynchronous gather needs: result, stream, and address of the indices, their
   // number and size, and address of the result. None if it goes the ordinary way.
@@ -176,6 +176,7 @@ class RowCalls {
   struct Item;
 
   bool find_item(nb::handle key, Item& item) const;
+  bool find_rows(nb::handle slice, Item& item) const;
   nb::object gather_on_host(nb::handle idx, nb::handle out, nb::handle end);
   bool look_on_host(nb::handle idx, nb::handle out, Operands& operands, HostArray& indices,
                     HostArray& rows);

@@ -61,7 +61,7 @@ void run(const Plan& plan, const std::vector<nb::bytes>& arguments, nb::handle u
   }
 }
 
-constexpr const char* kVerbs[] = {"gather", "stream", "prefetch", "scatter"};
+constexpr const char* kVerbs[] = {"gather", "stream", "prefetch", "scatter", "cells"};
 
 }  // namespace
 

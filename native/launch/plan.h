@@ -34,7 +34,8 @@ struct RowSize {
   static constexpr uint64_t kAlignmentMax = 16;
 
   // A stream is a gather of rows that need no frame.
-  enum class Verb : uint8_t { kGather, kStream, kPrefetch, kScatter };
+  // Cells are at equal distances, for the CPU device.
+  enum class Verb : uint8_t { kGather, kStream, kPrefetch, kScatter, kCells };
 
   Verb verb = Verb::kGather;
   uint8_t index_bytes = 8;   // 0: a range
@@ -43,7 +44,8 @@ struct RowSize {
   bool one_by_one = false;   // whether a thread of the CPU device takes lines one after the other
   uint16_t sms = 0;          // the most multiprocessors, or threads; 0: as many as are useful
   uint64_t count = 0;        // of indices; of bytes of a range
-  // How indices count rows, as `row_params` has it; zeros: as the array does.
+  // How indices count rows, as `row_params` has it; zeros: as the array does. Of cells: 0, bytes
+  // from one to the next, and bytes of one.
   std::array<uint64_t, 3> counting = {};
 
   bool operator==(const RowSize&) const = default;

@@ -243,7 +243,7 @@ void FileStorage::copy_cached(base::host_copy* copies, uint32_t count) {
   window_->read_each(copies, count);
   if (census_ == nullptr) return;
   for (uint32_t i = 0; i < count; ++i) {
-    if (copies[i].done) note_read(copies[i].offset, copies[i].bytes, false);
+    if (copies[i].done) note_read(copies[i].offset, copies[i].count * copies[i].bytes, false);
   }
 }
 

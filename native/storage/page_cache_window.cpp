@@ -135,18 +135,25 @@ void PageCacheWindow::read_group(base::host_copy* copies, uint32_t count, int64_
   uint32_t found = 0;
   for (uint32_t i = 0; i < count; ++i) {
     const uint64_t begin = file_begin_ + copies[i].offset;
-    const uint64_t end = begin + copies[i].bytes;
+    const uint64_t end = begin + (copies[i].count - 1) * copies[i].stride + copies[i].bytes;
     if (copies[i].bytes == 0 || end > file_end_ || !is_resident(begin, end, now_ns)) continue;
     const std::byte* source = map_ + (begin - map_offset_);
     fetch(source, copies[i].bytes);
     whose[found] = &copies[i];
-    guarded[found++] = {reinterpret_cast<void*>(copies[i].target), source, copies[i].bytes, {}};
+    guarded[found++] = {reinterpret_cast<void*>(copies[i].target),
+                        source,
+                        copies[i].bytes,
+                        {},
+                        copies[i].count,
+                        copies[i].stride};
   }
   guarded_copy(guarded.data(), found);
   uint64_t end_of_zeros = 0;
   for (uint32_t i = 0; i < found; ++i) {
     if (guarded[i].result != CopyResult::kEndsWithZero) continue;
-    end_of_zeros = std::max(end_of_zeros, whose[i]->offset + whose[i]->bytes);
+    const base::host_copy& made = *whose[i];
+    end_of_zeros =
+        std::max(end_of_zeros, made.offset + (made.count - 1) * made.stride + made.bytes);
   }
   // Behind the end of a truncated file, the rest of its last page reads as zeros.
   const bool whole = end_of_zeros == 0 || has_size(fd_, file_begin_ + end_of_zeros);

@@ -219,3 +219,80 @@ def test_rows_of_zeros_are_read(tmp_path: Path, cache: str) -> None:
     with opened(tmp_path, rows, cache=cache) as x:
         assert not x.gather(np.arange(1000)).any()
         assert x.stats.commands == 0
+
+
+# Columns: cells at equal distances.
+
+WIDE = [(2000, 3, "f4"), (500, 7, "f8"), (3000, 64, "u1"), (200, 129, "<i2"), (40, 5000, "c16")]
+
+
+def table(folder: Path, rows: int, columns: int, kind: str) -> npt.NDArray[Any]:
+    cells = np.random.default_rng(rows).integers(0, 100, (rows, columns)).astype(kind)
+    cells.tofile(folder / "rows.bin")
+    return cells
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("rows", "columns", "kind"), WIDE)
+def test_columns_are_read_around_the_cache(
+    tmp_path: Path, rows: int, columns: int, kind: str, threads: int
+) -> None:
+    cells = table(tmp_path, rows, columns, kind)
+    with opened(tmp_path, cells, device=fw.device.CpuDevice(threads), cache=SMALLEST) as x:
+        for key in (np.s_[:, 0], np.s_[:, -1], np.s_[5:30, 1], np.s_[3::7, 2], np.s_[-20:, 0]):
+            np.testing.assert_array_equal(x[key], cells[key])
+            assert x[key].dtype == cells.dtype
+
+        assert x.stats.commands == 0
+        assert x.stats.hits == 0
+        read = x.stats.bytes_read
+        x[:, 0]
+        assert x.stats.bytes_read - read == rows * cells.itemsize, "of each row only the cell"
+
+
+@pytest.mark.parametrize(("rows", "columns", "kind"), WIDE)
+def test_columns_of_newer_bytes_come_from_the_frames(
+    tmp_path: Path, rows: int, columns: int, kind: str
+) -> None:
+    cells = table(tmp_path, rows, columns, kind)
+    random = np.random.default_rng(2)
+    with opened(tmp_path, cells, "r+", cache=SMALLEST) as x:
+        for _ in range(20):
+            where = np.unique(random.integers(0, rows, 10))
+            values = random.integers(0, 100, (len(where), columns)).astype(kind)
+            x[where] = values
+            cells[where] = values
+            column = int(random.integers(columns))
+            np.testing.assert_array_equal(x[:, column], cells[:, column])
+        assert x.stats.hits > 0
+
+
+@pytest.mark.parametrize("cache", [SMALLEST, "4 MiB"])
+def test_columns_are_read_by_commands_where_no_page_cache_helps(tmp_path: Path, cache: str) -> None:
+    cells = table(tmp_path, 3000, 64, "f4")
+    controller = fw.nvme.SoftwareController(commands=True)
+    with opened(tmp_path, cells, cache=cache, controller=controller) as x:
+        for column in (0, 63, -2):
+            np.testing.assert_array_equal(x[:, column], cells[:, column])
+        assert x.stats.commands > 0
+        assert x.stats.bypasses == 0
+
+
+def test_columns_of_more_axes_leave_the_others(tmp_path: Path) -> None:
+    cells = table(tmp_path, 600, 4 * 8 * 3, "f4").reshape(600, 4, 8, 3)
+    with opened(tmp_path, cells) as x:
+        for key in (np.s_[:, 1, 2, 0], np.s_[10:20, 3], np.s_[::5, 2, 1], np.s_[7:], np.s_[::3]):
+            np.testing.assert_array_equal(x[key], cells[key])
+
+
+def test_columns_that_the_file_has_lost_raise_and_are_never_zeros(tmp_path: Path) -> None:
+    cells = table(tmp_path, 3000, 16, "f4") + 1
+    cells.tofile(tmp_path / "rows.bin")
+    with opened(tmp_path, cells) as x:
+        np.testing.assert_array_equal(x[:, 3], cells[:, 3])
+        os.truncate(tmp_path / "rows.bin", cells.nbytes // 2 + 100)
+        x.drop_cache()
+
+        with pytest.raises(StorageError):
+            x[:, 3]
+        np.testing.assert_array_equal(x[:1400, 3], cells[:1400, 3])

@@ -14,6 +14,7 @@
 #include <memory>
 #include <random>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "device_threads.h"
@@ -165,7 +166,11 @@ class Rig {
           });
           break;
         case 6:
-          check_bundle(which, element, seen[which], random);
+          if (random() % 2 == 0) {
+            check_bundle<cache::piece>(which, element, seen[which], random);
+          } else {
+            check_bundle<cache::cells>(which, element, seen[which], random);
+          }
           break;
         default:
           check(which, element, seen[which], [&] { return v.array[element]; });
@@ -230,30 +235,49 @@ class Rig {
     seen[element] = version;
   }
 
-  // Reads elements in a bundle, as gathers do: out of frames, and around the cache.
+  // Reads elements in a bundle, as gathers do: out of frames, and around the cache. Of a piece one,
+  // or each second one of some in a line.
+  template <typename Piece>
   void check_bundle(uint32_t which, uint32_t first, std::vector<uint32_t>& seen,
                     std::mt19937& random) {
-    using reader = cache::piece_reader<fw::policy>;
+    using reader = cache::piece_reader<fw::policy, Piece>;
+    constexpr bool kCells = std::is_same_v<Piece, cache::cells>;
+    constexpr uint32_t kMost = kCells ? 4 : 1;
     const fw::array<uint64_t>& a = volumes_[which].array;
-    cache::piece pieces[reader::kBundle];
-    uint64_t values[reader::kBundle];
+    Piece pieces[reader::kBundle];
+    uint64_t values[reader::kBundle][kMost];
     uint32_t elements[reader::kBundle];
-    uint32_t finished[reader::kBundle];
+    uint32_t cells[reader::kBundle];
+    uint32_t finished[reader::kBundle][kMost];
     const uint32_t count = 1 + random() % reader::kBundle;
     for (uint32_t i = 0; i < count; ++i) {
-      elements[i] = i == 0 ? first : random() % g_.elements;
-      finished[i] = volumes_[which].finished[elements[i]].load(std::memory_order_acquire);
-      pieces[i] = {a.line_of(elements[i]), a.offset_of(elements[i]), 8, address(&values[i])};
+      const uint32_t begin = i == 0 ? first : random() % g_.elements;
+      elements[i] = begin;
+      for (uint32_t& n = cells[i] = 0; n < kMost; ++n) {
+        const uint32_t element = begin + 2 * n;
+        if (element >= g_.elements || a.line_of(element) != a.line_of(begin)) break;
+        finished[i][n] = volumes_[which].finished[element].load(std::memory_order_acquire);
+      }
+      const cache::piece piece = {a.line_of(begin), a.offset_of(begin), 8 * uint64_t(cells[i]),
+                                  address(values[i])};
+      if constexpr (kCells) {
+        pieces[i] = {piece, cells[i], 8, 16};
+      } else {
+        pieces[i] = piece;
+      }
     }
     cache::tally tally;
     reader around(a.geometry, *a.volume, cache::around::kAll);
     const uint32_t rest = around.read(pieces, count, tally);
     tally.add_to(*a.volume, fw::warp::active());
     for (uint32_t i = 0; i < count; ++i) {
-      if (((rest >> i) & 1) == 0) {
-        check_value(which, elements[i], finished[i], seen, values[i]);
-      } else {
-        check(which, elements[i], seen, [&] { return a[elements[i]]; });
+      for (uint32_t n = 0; n < cells[i]; ++n) {
+        const uint32_t element = elements[i] + 2 * n;
+        if (((rest >> i) & 1) == 0) {
+          check_value(which, element, finished[i][n], seen, values[i][n]);
+        } else {
+          check(which, element, seen, [&] { return a[element]; });
+        }
       }
     }
   }

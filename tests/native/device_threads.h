@@ -179,8 +179,10 @@ class Controllers {
     for (bool again : {false, true}) {
       for (uint32_t i = 0; i < count; ++i) {
         if (i % 4 == 0) std::this_thread::yield();
-        for (uint64_t k = 0; k < copies[i].bytes; k += 8) {
-          const char* from = static_cast<const char*>(data) + copies[i].offset + k;
+        const uint64_t bytes = copies[i].bytes;
+        for (uint64_t k = 0; k < copies[i].count * bytes; k += 8) {
+          const uint64_t at = k / bytes * copies[i].stride + k % bytes;
+          const char* from = static_cast<const char*>(data) + copies[i].offset + at;
           auto* to = reinterpret_cast<uint64_t*>(copies[i].target + k);
           const uint64_t value = atomic::raw<8>::load(from);
           // Relaxed atomic: readers of a frame may look at it while it is filled.

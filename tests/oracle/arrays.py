@@ -157,6 +157,24 @@ def read_element(hand: Hand) -> None:
     hand.check(held, read, got[None])
 
 
+@step(3)
+def read_column(hand: Hand) -> None:
+    """Read x[a:b:s, j, ...]: a column, or a part of one."""
+    held = choose(hand)
+    if held is None or not held.row_shape or 0 in held.row_shape:
+        return
+    axes = held.row_shape[: hand.random.randint(1, len(held.row_shape))]
+    place = tuple(hand.random.randrange(-length, length) for length in axes)
+    ends = sorted(hand.random.sample(range(held.count + 1), 2))
+    rows = hand.random.choice((slice(None), slice(*ends), slice(*ends, 3)))
+    hand.say("{}[{}]", held, (rows, *place))
+    numbers = np.arange(held.count)[rows]
+    read = held.model.read(numbers)
+    got = held.model.now[numbers]
+    got[(slice(None), *place)] = held.array[(rows, *place)]
+    hand.check(held, read, got)
+
+
 # Rows by index.
 
 

@@ -23,6 +23,7 @@ constexpr fw::entry kEntries[] = {
     FW_ENTRY(fw_prefetch_ids),        FW_ENTRY(fw_sum_gradients),
     FW_ENTRY(fw_update_rows),         FW_ENTRY(fw_stream_rows),
     FW_ENTRY(fw_gather_resident),     FW_ENTRY(fw_take_handed),
+    FW_ENTRY(fw_gather_cells),
 };
 
 }  // namespace

@@ -205,9 +205,10 @@ class Array(Protocols):
 
         Blocks. Takes integers, slices, Ellipsis, None, and integer or boolean arrays on any axes.
         If the whole key is an array of another library, `gather` reads its rows. Reads whole rows
-        of the first axis, but by integers on the CPU device only what they name. If a key takes a
-        part of rows, as ``x[:, 0]`` does, they are read in blocks of `config.key_bytes`. The
-        result is always a copy, never a view of the array.
+        of the first axis, but on the CPU device only what is named by integers, as ``x[i, j]``,
+        and by a slice before them, as ``x[:, j]``. If another key takes a part of rows, as
+        ``x[:, 2:5]`` does, they are read in blocks of `config.key_bytes`. The result is always a
+        copy, never a view of the array.
 
         Raises
         ------

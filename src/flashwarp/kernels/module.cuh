@@ -2,6 +2,7 @@
 // all of them compiled for the CPU device, and may have them for GPUs.
 #pragma once
 
+#include "cells.cuh"
 #include "elements.cuh"
 #include "maintenance.cuh"
 #include "resident.cuh"

@@ -48,6 +48,9 @@ Watcher: TypeAlias = Callable[[npt.NDArray[np.int64], int], None]
 _STREAM_BLOCK_WARPS = 32
 _BLOCK_WARPS = 8
 
+# Waking a thread takes as long as copying some bytes of so many lines.
+_LINES_WORTH_A_THREAD = 1024
+
 # The handle that stands for another stream in each thread.
 _PER_THREAD = 2
 
@@ -196,6 +199,11 @@ class Launcher:
         misses.
         """
         row = self.format.row_bytes
+        if verb == "cells" and counting is not None:
+            lines = min(count, -(-count * counting[1] // self.volume.cache.line_bytes))
+            params = self._packing.pack((0, count, 0, buffer, 0), 1, counting=counting)
+            warps = -(-lines // _LINES_WORTH_A_THREAD)
+            return self._prepared_launch("gather_cells", warps, len(params)), params
         width = element_bytes(row, buffer) if index_bytes and verb != "prefetch" else None
         if width is not None:
             items, bundle = count * (row // width), 1

@@ -154,6 +154,9 @@ struct host_copy {
   uint64_t target;
   uint64_t bytes;
   bool done;
+  // So many times, from places that lie `stride` bytes apart, to the target back to back.
+  uint64_t count = 1;
+  uint64_t stride = 0;
 };
 
 // A namespace whose bytes threads of the CPU device may copy themselves. Both functions wait for

@@ -20,6 +20,14 @@ struct piece {
   uint64_t buffer;  // address in the caller's buffer
 };
 
+// Cells of one line at equal distances, which go to the caller back to back: a part of a column.
+// `offset` is the first one's, `bytes` are of all. No cell straddles lines.
+struct cells : piece {
+  uint64_t count;
+  uint64_t width;
+  uint64_t stride;
+};
+
 // The namespaces of a volume that threads may copy from.
 struct host_sources {
   base::host_source of[kNamespacesMax];
@@ -92,9 +100,31 @@ FW_DEVICE bool still_absent(const geometry& g, const set_look& look) {
   return generations == look.generations;
 }
 
+// Copies a piece that begins at `from`, of a frame.
+FW_DEVICE void copy_from_frame(const piece& what, const char* from) {
+  warp::copy<warp::source::kFrame>(lanes::all(), what.buffer, reinterpret_cast<uint64_t>(from),
+                                   what.bytes);
+}
+template <uint32_t kBytes>
+FW_DEVICE void copy_words(const cells& what, const char* from) {
+  char* const to = reinterpret_cast<char*>(what.buffer);
+  for (uint64_t i = 0; i < what.count; i++) {
+    atomic::raw<kBytes>::store_plain(to + i * kBytes,
+                                     atomic::raw<kBytes>::load(from + i * what.stride));
+  }
+}
+FW_DEVICE void copy_from_frame(const cells& what, const char* from) {
+  if (what.width == 4) return copy_words<4>(what, from);
+  if (what.width == 8) return copy_words<8>(what, from);
+  for (uint64_t i = 0; i < what.count; i++) {
+    const uint64_t buffer = what.buffer + i * what.width;
+    copy_from_frame(piece{0, 0, what.width, buffer}, from + i * what.stride);
+  }
+}
+
 // Serves pieces from frames, and those of absent lines from the page cache. All waits, fills and
 // errors are left to `access`: returns the pieces that it must serve, as bits.
-template <typename Policy>
+template <typename Policy, typename Piece = piece>
 class piece_reader {
  public:
   static constexpr uint32_t kBundle = 32;
@@ -115,7 +145,7 @@ class piece_reader {
     bypasses_ = 0;
   }
 
-  FW_DEVICE uint32_t read(const piece* pieces, uint32_t count, tally& events) {
+  FW_DEVICE uint32_t read(const Piece* pieces, uint32_t count, tally& events) {
     uint32_t rest = count == 32 ? ~0u : (1u << count) - 1;
     uint32_t absent = 0;
     uint32_t resident = 0;
@@ -159,12 +189,10 @@ class piece_reader {
     return choose_replica(volume_, 0, line, 0);
   }
 
-  FW_DEVICE uint32_t read_resident(const piece* pieces, uint32_t members, tally& events) {
+  FW_DEVICE uint32_t read_resident(const Piece* pieces, uint32_t members, tally& events) {
     for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
       const uint32_t i = base::lowest_bit(rest);
-      const char* from = frame_of(geometry_, at_[i].way) + pieces[i].offset;
-      warp::copy<warp::source::kFrame>(lanes::all(), pieces[i].buffer,
-                                       reinterpret_cast<uint64_t>(from), pieces[i].bytes);
+      copy_from_frame(pieces[i], frame_of(geometry_, at_[i].way) + pieces[i].offset);
     }
     // The loads of the frames come before the second look at the tags.
     atomic::fence_acquire();
@@ -179,7 +207,7 @@ class piece_reader {
     return served;
   }
 
-  FW_DEVICE uint32_t read_absent(const piece* pieces, uint32_t members, tally& events) {
+  FW_DEVICE uint32_t read_absent(const Piece* pieces, uint32_t members, tally& events) {
     uint32_t served = 0;
     const uint32_t namespaces = volume_.spread == kOneNamespace ? 1 : volume_.namespace_count;
     for (uint32_t n = 0; n < namespaces; n++) {
@@ -219,6 +247,10 @@ class piece_reader {
       }
     }
     copies_[count] = {offset, what.buffer, what.bytes, false};
+    return count + 1;
+  }
+  FW_DEVICE uint32_t add_copy(uint32_t count, uint64_t offset, const cells& what) {
+    copies_[count] = {offset, what.buffer, what.width, false, what.count, what.stride};
     return count + 1;
   }
 
