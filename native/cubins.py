@@ -6,11 +6,18 @@ If policies are named, it compiles for these alone, which takes less time in tes
 extension, cuda-bindings and NVRTC, and nothing else that the package needs.
 """
 
+import ctypes
 import sys
 import types
 from pathlib import Path
 
 extension, output, *chosen = sys.argv[1:]
+
+# cuda-bindings looks for NVRTC in the interpreter's own folder of packages, and takes one that is
+# loaded first. What a build asks for lies in another folder of the path.
+for folder in sys.path:
+    for library in Path(folder).glob("nvidia/cuda_nvrtc/lib/libnvrtc.so.12"):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 # Importing the package itself would import numpy, which builds do not have.
 package = types.ModuleType("flashwarp")
