@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 from checkpoint.faults import WAIT_S, Faults, Opener
 from flashwarp.checkpoint import sizes
 from flashwarp.checkpoint.checkpointer import Checkpointer
+from flashwarp.checkpoint.tier import Entry
 from flashwarp.errors import ArgumentError, CheckpointError, DeviceOutOfMemory
 
 
@@ -58,6 +60,26 @@ def test_a_run_that_went_back_keeps_what_it_writes(opened: Opener) -> None:
     write(checkpointer, np.zeros(10), range(3, 6))
 
     assert checkpointer.versions("a") == [4, 5, 8, 9]
+
+
+def test_versions_may_become_durable_in_another_order(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = opened(keep_last=1)
+    storing = checkpointer._system.storing
+    note = storing._stored
+    written: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+    checkpointer.protect("state", np.zeros(10))
+    monkeypatch.setattr(storing, "_stored", lambda entry: written.put(entry) or True)
+    saved = [checkpointer.checkpoint(version, "a") for version in range(3)]
+    entries = [written.get(timeout=WAIT_S) for _ in saved]
+
+    for entry in sorted(entries, key=lambda each: each.key, reverse=True):
+        note(entry)
+
+    for each in saved:
+        each.result(timeout=WAIT_S)
+    assert checkpointer.versions("a") == [2]
 
 
 def test_a_version_that_is_being_restored_stays(opened: Opener) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -159,6 +160,7 @@ class Checkpointer(endings.Closing):
         self.device = self._system.device
         self._core = self._system.core
         self._regions = RegionSet(self.device)
+        self._made = itertools.count(1)
         self._stager = Stager(self._core, self._system.storing)
         self._lookup = Lookup(self._core, self._system)
         self._restarts = Restarts(self._system, self._lookup, self._stager, self._regions)
@@ -255,7 +257,8 @@ class Checkpointer(endings.Closing):
         sources = self._collect(only)
         if self._restarts.has_passed(key):
             self.discard(version, name)
-        entry = Entry(key, tuple(source.region for source in sources), identity_of())
+        regions = tuple(source.region for source in sources)
+        entry = Entry(key, regions, identity_of(), next(self._made))
         saved = Saved(str(entry))
         try:
             with self._core.locked():

@@ -444,14 +444,17 @@ class System:
             core.wake("look")
         return removal, core.futures.pop(entry, None)
 
-    def _prune(self, newest: Entry) -> None:
+    def _prune(self, durable: Entry) -> None:
         """Discard what a durable version has made superfluous; called under the lock.
 
         Versions of larger numbers are of a run that this one has gone back behind: they stay.
         """
         if self._keep_last is None:
             return
-        core, (name, version) = self.core, newest.key
+        core, name = self.core, durable.key[0]
+        # One that was made later may have become durable before it.
+        stored = (each for each in core.entries.values() if each.stored and each.key[0] == name)
+        version = max(stored, key=lambda each: each.made, default=durable).key[1]
         older = sorted(each for each in core.listed[name] if each <= version)[: -self._keep_last]
         if self.remote is not None:
             # The newest that the remote store has stays until it has a newer one.

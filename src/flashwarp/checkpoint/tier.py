@@ -46,6 +46,7 @@ class Entry:
     regions: tuple[Region, ...]  # what it holds
     # Tells it from other versions of its number, before and after it; its copies have it too.
     identity: str = ""
+    made: int = 0  # which call of `checkpoint` made it, from 1 on; 0: it was found
     # Where each region begins in a block of the version.
     offsets: dict[str, int] = field(init=False)
     nbytes: int = field(init=False)  # bytes of a block
