@@ -30,6 +30,7 @@ from oracle import (  # noqa: F401 - their steps
     sharing,
     tables,
     torches,
+    training,
     whole_files,
 )
 from oracle.machine import Machine

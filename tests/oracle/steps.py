@@ -30,11 +30,13 @@ class Step:
 STEPS: list[Step] = []
 
 
-def step(weight: float, *, alone: bool = False) -> Callable[[Callable[[Any], None]], Any]:
-    """Make a function a step of programs."""
+def step(
+    weight: float, *, alone: bool = False, room: str = ""
+) -> Callable[[Callable[[Any], None]], Any]:
+    """Make a function a step of programs, in the room of its module or in another one."""
 
     def note(run: Callable[[Any], None]) -> Callable[[Any], None]:
-        STEPS.append(Step(run, weight, alone, run.__module__.rpartition(".")[2]))
+        STEPS.append(Step(run, weight, alone, room or run.__module__.rpartition(".")[2]))
         return run
 
     return note
