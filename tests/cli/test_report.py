@@ -24,7 +24,6 @@ ROUTE: dict[str, Any] = {"kind": "array", "route": "direct", "device": "cpu", "d
 ROUTE |= {"open": 1, "hit_rate": 0.5, "read_bytes_per_s": 1e9, "written_bytes_per_s": 0.0}
 ROUTE |= {"ceiling_bytes_per_s": 2e9, "waits_per_s": 0.0}
 ROUTE |= {"counts": {"hits": 1, "misses": 1, "errors": 0}}
-FINDING = {"name": "disk", "state": "ok", "detail": "fast", "advice": ""}
 
 
 def page_of(source: Path, *options: str) -> str:
@@ -74,10 +73,8 @@ def test_rows_of_a_benchmark_stand_beside_their_references(tmp_path: Path) -> No
     ("content", "told"),
     [
         ([{**PROGRAM, "routes": [ROUTE]}], "50% of 2"),
-        ({"findings": [FINDING]}, "fast"),
-        ({"trials": [{"settings": "defaults", "rows_per_s": 2.0}]}, "defaults"),
     ],
-    ids=["top", "doctor", "tune"],
+    ids=["top"],
 )
 def test_what_other_commands_print_is_a_page(tmp_path: Path, content: object, told: str) -> None:
     assert told in of_json(tmp_path, content)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.array.attachment import Attachment
+from flashwarp.array.profile import Profile
 from flashwarp.cache.cache import Cache
 from flashwarp.cache.sizes import LINE_DEFAULT, automatic_capacity, check_line
 from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
@@ -82,6 +83,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     lock: bool = True,
     immutable: bool = False,
     tensor: str | None = None,
+    profile: PathLike | None = None,
 ) -> Array:
     """Open a file or a storage as an array that device threads read on demand.
 
@@ -129,6 +131,8 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     tensor : str, optional
         Name of a tensor in a safetensors file, or in the checkpoint of an index or folder. A type
         that numpy lacks opens as integers of its size: BF16 as uint16, FP8 as uint8.
+    profile : path-like, optional
+        What `flashwarp tune` has stored for this file. Arguments that you give win over it.
 
     Returns
     -------
@@ -162,7 +166,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         path_or_storage, mode, dtype, shape, device, cache, line, o_direct, strict, controller,
         offset, lock, immutable, tensor,
     )  # fmt: skip
-    return _open(request)
+    return _open(request if profile is None else request.with_profile(Profile.load(profile)))
 
 
 @_whole
@@ -291,8 +295,21 @@ class _Request:
     lock: bool
     immutable: bool
     tensor: str | None = None
+    profile: Profile | None = None
+    """What it was taken from, to be checked against the file."""
     make_cache: Callable[[], Cache] | None = None
     """Where it was pickled with a `Cache`: makes one as large, in the other process."""
+
+    def with_profile(self, profile: Profile) -> _Request:
+        """Take from a profile what was not given."""
+        options = profile.options()
+        if self.cache != "auto" or self.line is not None:
+            options = {name: options[name] for name in options if name not in ("cache", "line")}
+        if self.controller is not None:
+            options.pop("controller", None)
+        if self.o_direct is not None or not names_files(self.path_or_storage):
+            options.pop("o_direct")
+        return replace(self, profile=profile, **options)
 
     def recipe(self) -> _Request | None:
         """Return it with paths that hold in any folder; None if it needs the caller's storages."""
@@ -358,6 +375,9 @@ def _open(request: _Request) -> Array:
     if offset is not None:
         offset = integer("offset", offset, 0, SIZE_MAX)
     source = look(given, request.dtype, request.shape, offset, plan.access.writable, request.tensor)
+    if request.profile is not None:
+        kind = plan.access.device.kind
+        request.profile.check(given, source.dtype, source.shape or (), kind)
     return plan.open(source, request.recipe())
 
 

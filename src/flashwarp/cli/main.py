@@ -30,6 +30,7 @@ COMMANDS = {
     "graph": "Make graphs on disk, and look at them.",
     "file": "Make, check and convert GVDK images; show where files lie on devices.",
     "ckpt": "List checkpoints, verify, show, prune and copy them.",
+    "tune": "Choose cache, line, policy and threads for a file, and store them.",
     "top": "Show the running programs that use flashwarp, and what they move.",
     "report": "Turn a run or a trace into one page of HTML, with plots.",
     "serve": "Own a cache that other programs share, until it is interrupted.",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _ROWS_MAX = 40
 _MADE_BY = (
     "a trace of `flashwarp trace record`, or the JSON of `flashwarp bench`, `trace compare`, "
-    "`tune`, `top` or `doctor`, or of a benchmark"
+    "`tune` or `top`, or of a benchmark"
 )
 
 
@@ -96,9 +96,7 @@ def _of_json(source: Path, found: Any) -> Page:
     add: dict[str, Callable[[Page, Any], None]] = {
         "rows": _add_rows,
         "comparisons": _add_comparisons,
-        "findings": _add_findings,
         "programs": _add_programs,
-        "trials": _add_trials,
     }
     content = {"programs": found} if isinstance(found, list) else found
     names = [name for name in add if isinstance(content, dict) and content.get(name)]
@@ -160,12 +158,6 @@ def _cells_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return (row["name"], float(row["value"]), row["unit"], *against, checked, row.get("note", ""))
 
 
-def _add_findings(page: Page, findings: list[dict[str, Any]]) -> None:
-    names = ("check", "state", "found", "advice")
-    keys = ("name", "state", "detail", "advice")
-    page.add_table("What works here", names, [[each[key] for key in keys] for each in findings])
-
-
 def _add_programs(page: Page, programs: list[dict[str, Any]]) -> None:
     from flashwarp.probe import plots
     from flashwarp.probe.running import HEADINGS, lines
@@ -177,15 +169,3 @@ def _add_programs(page: Page, programs: list[dict[str, Any]]) -> None:
         beside = [(row["ceiling_bytes_per_s"] or 0) / 1e9 for _, row in routes]
         page.add_plot("By route", plots.bars(names, read, "GB/s read", beside), "")
     page.add_table("Programs", HEADINGS, [line for each in programs for line in lines(each, 60)])
-
-
-def _add_trials(page: Page, trials: list[dict[str, Any]]) -> None:
-    from flashwarp.probe import plots
-
-    names = [each["settings"] for each in trials]
-    for key, unit in (("rows_per_s", "rows/s, measured"), ("predicted_rows_per_s", "predicted")):
-        values = [each.get(key) or 0.0 for each in trials]
-        svg = plots.bars(names, values, unit, [values[0]] * len(values))
-        page.add_plot(unit, svg, "The mark: with the defaults.")
-    keys = list(trials[0])
-    page.add_table("In figures", keys, [[each.get(key, "") for key in keys] for each in trials])
