@@ -23,7 +23,10 @@ BENCHES = {
         "ctc": "Computation against communication, waiting or reading ahead (AGILE section 4.2).",
         "registers": "Registers per thread through arrays and on plain memory (AGILE figure 12).",
     },
-    "calls": {"calls": "One small gather, future or launch, beside what it replaces."},
+    "calls": {
+        "calls": "One small gather, future or launch, beside what it replaces.",
+        "neighbours": "What cold gathers leave of a GPU to kernels of other streams.",
+    },
     "files": {
         "files": "Files that kernels read and write, against plain memory (GeminiFS 6 to 10)."
     },

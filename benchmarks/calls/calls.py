@@ -3,8 +3,7 @@
 Each call is timed alone, from Python, and the median of many is kept: *host* until the call has
 returned, *done* until its rows are there. Alternatives run in turns with ours: numpy on the CPU
 device; on a GPU `torch.index_select` of a table in GPU memory, the same into pinned memory with a
-copy, and kernels of CuPy. On a GPU, gathers as nodes of CUDA graphs follow (`calls_graphs`), and
-what a gather leaves of the GPU to others (`calls_neighbours`).
+copy, and kernels of CuPy. On a GPU, gathers as nodes of CUDA graphs follow (`calls_graphs`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import numpy as np
 import flashwarp as fw
 from benchmarks.base import Record
 from benchmarks.calls import graphs as calls_graphs
-from benchmarks.calls import neighbours as calls_neighbours
 from benchmarks.calls.base import CallsBench
 from flashwarp.config import parse_bytes
 from flashwarp.device import resolve
@@ -86,19 +84,12 @@ def run(
     cold: Annotated[str, "Bytes of the table whose rows are new at each call."] = "4 GiB",
     runs: Annotated[int, "Calls of each kind."] = 200,
     first: Annotated[bool, "Also the first gather of a process without compiled kernels."] = True,
-    neighbours: Annotated[int, "Rows of a gather beside other work on a GPU; 0: none."] = 200_000,
     seed: Annotated[int, "Of the random rows."] = 1,
 ) -> Record:
     """Time calls of a few rows, one at a time, beside what a program would call without us."""
     where = resolve(device)
     bench = _Calls(where, parse_bytes(row), runs, np.random.default_rng(seed))
-    settings = {
-        "row": row,
-        "resident": resident,
-        "cold": cold,
-        "runs": runs,
-        "neighbours": neighbours,
-    }
+    settings = {"row": row, "resident": resident, "cold": cold, "runs": runs}
     bench.report = Record("Calls", where.describe(), settings, {"rows": seed})
     bench.resident(parse_bytes(resident))
     bench.cold(parse_bytes(cold), folder)
@@ -108,8 +99,6 @@ def run(
         calls_graphs.cold(bench, parse_bytes(cold))
     if first:
         bench.first_gather(where.name)
-    if bench.on_gpu and neighbours:
-        calls_neighbours.neighbours(bench, folder, neighbours)
     return bench.report
 
 

@@ -1,132 +1,197 @@
-"""The part of `bench calls` about work on other streams while a gather waits for its storage.
+"""What cold gathers leave of a GPU to kernels of other streams.
 
-A gather of rows that no call has read runs on one stream; on another, matrices are multiplied, or
-two GPUs sum a vector. Both are timed by events, alone and together: the share of the rate that
-each keeps is the result.
+Gathers of rows that are in no cache run on one stream, one after the other; on another, matrices
+are multiplied, or two GPUs sum a vector. All are timed by events, alone and together: the share of
+its rate that each keeps is the result. Rows come from a file in three ways: in place, by host
+threads through bounce buffers, and past the page cache.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 import flashwarp as fw
+from benchmarks.base import Record, listed
 from benchmarks.calls.base import CallsBench
+from flashwarp.config import parse_bytes
+from flashwarp.device import resolve
+from flashwarp.errors import ArgumentError
 
-__all__ = ["Pair", "neighbours"]
+__all__ = ["run"]
 
-_BATCH = 10
-_SIDE = 8192
 _VECTOR_BYTES = 4 << 20
-_ALONE_S = 0.5
+_AHEAD_S = 2e-3
+_WAYS: Mapping[str, Mapping[str, Any]] = {
+    "in place": {},
+    "page cache, bounce": {
+        "o_direct": False,
+        "controller": fw.nvme.SoftwareController(route="bounce"),
+    },
+    "O_DIRECT": {"o_direct": True},
+}
 
 
-def neighbours(bench: CallsBench, folder: Path, rows: int) -> None:
-    """Measure neighbours of a gather past the page cache, and of one through bounce buffers."""
+def run(
+    device: str | None,
+    folder: Path,
+    row: Annotated[str, "Bytes of a row, and of a line."] = "4 KiB",
+    rows: Annotated[int, "Rows of the file; four times those of the cache."] = 256_000,
+    sizes: Annotated[str, "Rows of a gather, with commas."] = "500,8000,64000",
+    sides: Annotated[str, "Rows of the matrices, with commas."] = "4096,8192",
+    seconds: Annotated[float, "How long each pair runs."] = 0.5,
+    seed: Annotated[int, "Of the random rows."] = 1,
+) -> Record:
+    """Gather rows that are in no cache beside products of matrices, and sums of two GPUs."""
+    where = resolve(device)
+    if where.kind != "cuda":
+        raise ArgumentError(f"{where.name} has no streams: a neighbour needs a GPU, device='cuda'")
+    bench = CallsBench(where, parse_bytes(row), 1, np.random.default_rng(seed))
+    settings = {"row": row, "rows": rows, "sizes": sizes, "sides": sides, "seconds": seconds}
+    bench.report = Record("Neighbours", where.describe(), settings, {"rows": seed})
+    works = _works(bench, [int(side) for side in listed("sides", sides)])
     data = np.arange(rows * bench.words, dtype=np.uint32).reshape(rows, bench.words)
     path = folder / "neighbours.bin"
     data.tofile(path)
-    ways: dict[str, Mapping[str, Any]] = {
-        "O_DIRECT": {"o_direct": True},
-        "page cache, bounce": {
-            "o_direct": False,
-            "controller": fw.nvme.SoftwareController(route="bounce"),
-        },
-    }
-    for name, settings in ways.items():
+    for way, how in _WAYS.items():
         with fw.open(
-            path, dtype=np.uint32, shape=data.shape, device=bench.device, cache=256 << 20,
-            line=bench.words * 4, **settings,
+            path, dtype=np.uint32, shape=data.shape, device=where, cache=data.nbytes // 4,
+            line=bench.words * 4, **how,
         ) as array:  # fmt: skip
-            Pair(bench, array, data, name).measure()
+            for size in listed("sizes", sizes):
+                _Pair(bench, array, data, int(size), seconds).measure(way, works)
+    return bench.report
 
 
-class Pair:
-    """A gather of all rows of an array, and its neighbours."""
+class _Work:
+    """What runs on the stream beside, in batches of about two milliseconds."""
 
-    def __init__(self, bench: CallsBench, array: fw.Array, data: Any, where: str) -> None:
-        self.bench, self.array, self.data, self.where = bench, array, data, where
-        self.torch = bench.torch
-        self.index = bench.placed(bench.rng.permutation(len(data)).astype(np.int64))
-        self.out = bench.out(len(data))
-        self.gathering, self.beside = self.torch.cuda.Stream(), self.torch.cuda.Stream()
+    def __init__(self, bench: CallsBench, stream: Any, call: Callable[[], object]) -> None:
+        self.torch, self.stream, self.call = bench.torch, stream, call
+        self.batch = 1
+        self.rate(0.05)
+        self.batch = max(1, round(self.rate(0.05) * _AHEAD_S))
+        self.alone = self.rate(0.5)
 
-    def measure(self) -> None:
-        """Add a row for each neighbour, and one for what it costs the gather."""
-        self.gather_beside(None)  # compiles what has to be
-        alone = self.gather_beside(None)[0]
-        works: dict[str, Callable[[], object]] = {f"bf16 matmuls of {_SIDE}^3": self.matmuls()}
-        if self.torch.cuda.device_count() > 1:
-            works["all-reduces of 4 MiB between two GPUs"] = self.sums()
-        for name, work in works.items():
-            most = self.rate(work)
-            seconds, kept = self.gather_beside(work)
-            checked = self.bench.right(self.out, self.data, self.index)
-            gather = f"a cold gather of {len(self.data)} rows, {self.where}"
-            self._add(f"{name}, beside {gather}", kept, "/s", most, checked)
-            rate = len(self.data) / 1e3
-            self._add(f"{gather}, beside {name}", rate / seconds, "k rows/s", rate / alone, checked)
+    def queue(self) -> Any:
+        """Queue a batch; return an event behind it."""
+        with self.torch.cuda.stream(self.stream):
+            for _ in range(self.batch):
+                self.call()
+        return _event(self.torch, self.stream)
 
-    def _add(self, name: str, value: float, unit: str, alone: float, checked: bool) -> None:
-        self.bench.report.row(name, value, unit, "alone", alone, checked=checked)
-
-    def matmuls(self) -> Callable[[], object]:
-        """Return what multiplies two matrices."""
-        torch = self.torch
-        a, b = (torch.randn(_SIDE, _SIDE, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        c = torch.empty_like(a)
-        return lambda: torch.mm(a, b, out=c)
-
-    def sums(self) -> Callable[[], object]:
-        """Return what sums a vector of each of two GPUs on the stream beside, and one there."""
-        torch = self.torch
-        parts = [torch.zeros(_VECTOR_BYTES // 4, device=f"cuda:{place}") for place in (0, 1)]
-        streams = [self.beside, torch.cuda.Stream(device=1)]
-        return lambda: torch.cuda.nccl.all_reduce(parts, outputs=parts, streams=streams)
-
-    def rate(self, work: Callable[[], object]) -> float:
+    def rate(self, seconds: float) -> float:
         """Return how often a second the work is done alone."""
-        self._batch(work).synchronize()
-        start = self._event(self.beside)
-        count, last = 0, start
-        while count == 0 or start.elapsed_time(last) < _ALONE_S * 1e3:
-            last = self._batch(work)
-            count += _BATCH
+        self.queue().synchronize()
+        start = last = _event(self.torch, self.stream)
+        count = 0
+        while count == 0 or start.elapsed_time(last) < seconds * 1e3:
+            last = self.queue()
+            count += self.batch
             last.synchronize()
         return count / float(start.elapsed_time(last)) * 1e3
 
-    def gather_beside(self, work: Callable[[], object] | None) -> tuple[float, float]:
-        """Gather, and return the seconds it takes, and the rate of the work meanwhile."""
-        self.array.drop_cache()
-        self.torch.cuda.synchronize()
-        begin = self._event(self.gathering)
-        self.array.gather(self.index, self.out, stream=self.gathering)
-        end = self._event(self.gathering)
-        ended = [begin]
-        while work is not None and not end.query():
-            # Two batches are queued at any time, so that the stream never runs dry.
-            ended.append(self._batch(work))
-            if len(ended) > 2:
-                ended[-2].synchronize()
-        end.synchronize()
-        self.array.wait(self.gathering)
-        self.torch.cuda.synchronize()
-        seconds = begin.elapsed_time(end) / 1e3
-        inside = [each for each in ended[1:] if begin.elapsed_time(each) <= seconds * 1e3]
-        if not inside:
-            return seconds, 0.0
-        return seconds, len(inside) * _BATCH / (begin.elapsed_time(inside[-1]) / 1e3)
 
-    def _batch(self, work: Callable[[], object]) -> Any:
-        with self.torch.cuda.stream(self.beside):
-            for _ in range(_BATCH):
-                work()
-        return self._event(self.beside)
+def _event(torch: Any, stream: Any) -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
 
-    def _event(self, stream: Any) -> Any:
-        event = self.torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
+
+def _works(bench: CallsBench, sides: list[int]) -> dict[str, _Work]:
+    torch = bench.torch
+    beside = torch.cuda.Stream()
+
+    def products(side: int) -> Callable[[], object]:
+        a, b = (torch.randn(side, side, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        c = torch.empty_like(a)
+        return lambda: torch.mm(a, b, out=c)
+
+    works = {f"bf16 products of {side}": _Work(bench, beside, products(side)) for side in sides}
+    if torch.cuda.device_count() > 1:
+        parts = [torch.zeros(_VECTOR_BYTES // 4, device=f"cuda:{place}") for place in (0, 1)]
+        streams = [beside, torch.cuda.Stream(device=1)]
+        sums = _Work(
+            bench,
+            beside,
+            lambda: torch.cuda.nccl.all_reduce(parts, outputs=parts, streams=streams),
+        )
+        works["all-reduces of 4 MiB between two GPUs"] = sums
+    return works
+
+
+class _Pair:
+    """Cold gathers of so many rows, and a neighbour."""
+
+    def __init__(
+        self, bench: CallsBench, array: fw.Array, data: Any, size: int, seconds: float
+    ) -> None:
+        self.bench, self.array, self.data, self.seconds = bench, array, data, seconds
+        self.torch = bench.torch
+        self.size = size
+        self.order = bench.placed(bench.rng.permutation(len(data)).astype(np.int64))
+        self.outs = [bench.out(size) for _ in range(2)]
+        self.stream = bench.torch.cuda.Stream()
+        self.begin = 0
+
+    def measure(self, way: str, works: dict[str, _Work]) -> None:
+        """Add a row for what each work keeps, and one for what it leaves of the gathers."""
+        gathers = f"cold gathers of {self.size} rows, {way}"
+        self._beside(None)  # compiles what has to be
+        alone, _, checked = self._beside(None)
+        for name, work in works.items():
+            rate, kept, right = self._beside(work)
+            checked = checked and right
+            report = self.bench.report
+            report.row(f"{name} beside {gathers}", kept, "/s", "alone", work.alone, checked=checked)
+            report.row(
+                f"{gathers}, beside {name}", rate / 1e3, "k rows/s", "alone", alone / 1e3,
+                checked=checked,
+            )  # fmt: skip
+
+    def _next(self) -> tuple[Any, Any]:
+        """Queue a gather of the next rows, which have left the cache since they came last."""
+        if self.begin + self.size > len(self.order):
+            self.begin = 0
+        index = self.order[self.begin : self.begin + self.size]
+        self.begin += self.size
+        out = self.outs[0]
+        self.outs.reverse()
+        self.array.gather(index, out, stream=self.stream)
+        return index, out
+
+    def _beside(self, work: _Work | None) -> tuple[float, float, bool]:
+        """Gather for a while; return the rates of rows and work, and whether rows are right."""
+        self.torch.cuda.synchronize()
+        begin = _event(self.torch, self.stream)
+        gathers: deque[Any] = deque()
+        done: list[Any] = []
+        count = 0
+        last: Any = None
+        index = out = None
+        end = time.monotonic() + self.seconds
+        while time.monotonic() < end or not count:
+            while gathers and gathers[0].query():
+                gathers.popleft()
+            if len(gathers) < 2:  # the stream never runs dry
+                index, out = self._next()
+                last = _event(self.torch, self.stream)
+                gathers.append(last)
+                count += self.size
+            if work is not None and (len(done) < 3 or done[-3].query()):
+                done.append(work.queue())
+        last.synchronize()
+        self.array.wait(self.stream)
+        self.torch.cuda.synchronize()
+        milliseconds = begin.elapsed_time(last)
+        inside = [each for each in done if begin.elapsed_time(each) <= milliseconds]
+        kept = 0.0
+        if work is not None and inside:
+            kept = len(inside) * work.batch / begin.elapsed_time(inside[-1]) * 1e3
+        right = self.bench.right(out, self.data, index)
+        return count / milliseconds * 1e3, kept, right

@@ -86,7 +86,8 @@ NEEDS = {
     "ngrams": ["torch", "transformers.models.qwen4_exp"],
 }
 
-PARTS = [(name, part) for name, parts in BENCHES.items() for part in parts]
+ON_GPUS = ("neighbours",)
+PARTS = [(name, part) for name, parts in BENCHES.items() for part in parts if part not in ON_GPUS]
 RATES = re.compile("(GB|rows|k|M|G|G entries)/s")
 
 
@@ -124,6 +125,12 @@ def test_a_record_says_how_its_figures_came_about(name, part, tmp_path, monkeypa
     assert record["rows"]
     for row in record["rows"]:
         assert row["footprint"] > 0 or not RATES.fullmatch(row["unit"]), row["name"]
+
+
+@pytest.mark.parametrize("part", ON_GPUS)
+def test_a_part_for_gpus_refuses_other_devices(part, tmp_path):
+    with pytest.raises(ArgumentError, match="needs a GPU, device='cuda'"):
+        importlib.import_module(f"benchmarks.calls.{part}").run("cpu", tmp_path)
 
 
 @pytest.mark.parametrize("files", [1, 4])
