@@ -211,6 +211,10 @@ class Config:
     """1: mark calls as ranges for NVIDIA's profilers, from the import of the library on; needs the
     extra `nvtx`."""
 
+    progress: int = _setting(0, 0, 1)
+    """1: what lasts shows its progress on stderr, if that is a terminal: graphs that are built, and
+    images and checkpoints that are copied or checked. The command line always does."""
+
     @property
     def command_timeout_s(self) -> float:
         """Seconds after which a kernel gives a command up, a quarter of `timeout_s`.

@@ -7,10 +7,13 @@ such as a full disk under the output. A wrong option ends it with exit code 2.
 
 SIGINT, SIGTERM and SIGHUP end a command by way of its `finally` clauses, so that it removes its
 files. The exit code is then 128 and the number of the signal.
+
+PYTHON_ARGCOMPLETE_OK: a shell that completes a command line runs this program with it.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -38,6 +41,13 @@ COMMANDS = {
 }
 """What each subcommand does; it is the module of that name."""
 
+_COMPLETION = """\
+Completion by bash and zsh, and by fish, with the package argcomplete:
+  pip install 'flashwarp[completion]'
+  eval "$(register-python-argcomplete flashwarp)"
+  register-python-argcomplete --shell fish flashwarp | source
+"""
+
 
 def run(arguments: Sequence[str]) -> None:
     """Run the command line `arguments`, without the name of the program.
@@ -45,6 +55,9 @@ def run(arguments: Sequence[str]) -> None:
     Raises SystemExit for wrong options and for help, and what the command raises.
     """
     top = Parser(prog="flashwarp", description="GPU memory that extends into flash.")
+    top.epilog, top.formatter_class = _COMPLETION, argparse.RawDescriptionHelpFormatter
+    if completes := "_ARGCOMPLETE" in os.environ:
+        arguments = os.environ["COMP_LINE"].split()[1:]
     top.add_argument("--version", action="version", version=f"flashwarp {version('flashwarp')}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     # Of the program itself no option takes a value.
@@ -54,6 +67,8 @@ def run(arguments: Sequence[str]) -> None:
         if each == name:
             rest = arguments[arguments.index(each) + 1 :]
             importlib.import_module(f"flashwarp.cli.{each}").add_arguments(parser, rest)
+    if completes:
+        importlib.import_module("argcomplete").autocomplete(top)  # and exits
     if name == "demo":
         top.error("the demo lives in the repository of flashwarp: run `make demo` in a clone")
     if not arguments:
@@ -66,6 +81,7 @@ def run(arguments: Sequence[str]) -> None:
 def main(act: Callable[[Sequence[str]], None] = run) -> None:
     """Run the command line of this process, or `act` with its words; exits with its code."""
     _open_standard_streams()
+    os.environ.setdefault("FLASHWARP_PROGRESS", "1")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # and not ignored, as under nohup
             signal.signal(number, _end)

@@ -29,6 +29,7 @@ from flashwarp.graphs.csr import (
 )
 from flashwarp.graphs.edges import VERTICES_MAX, Edges, EdgeSource, parallel_map
 from flashwarp.storage import files, npy
+from flashwarp.storage.progress import counting
 
 MEMORY_BYTES = 2 << 30
 """Keys held in memory before they go to files. Sorting takes twice a bucket more."""
@@ -70,8 +71,12 @@ def write_csr(source: EdgeSource, folder: Path, memory_bytes: int = MEMORY_BYTES
     dtype: np.dtype[Any] = _RECORD if source.weighted else np.dtype("<u8")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
         buckets = _Buckets(source, dtype, Path(scratch), memory_bytes)
+        entries = source.count * (1 + source.symmetric)
+        count = counting("reading edges", entries, "entries")
         for pieces in parallel_map(lambda edges: _deal(edges, source, buckets), source.edges):
             buckets.add(pieces)
+            count(sum(map(len, pieces)))
+        count(0)
         buckets.seal()
         offsets = _write_lists(buckets, source, Path(scratch))
         with Path(scratch, OFFSETS).open("wb") as file:
@@ -184,7 +189,9 @@ def _write_lists(buckets: _Buckets, source: EdgeSource, folder: Path) -> NDArray
             weights = stack.enter_context((folder / WEIGHTS).open("wb"))
             weights.write(npy.header((0,), np.float32))
         lists_of = parallel_map(lambda n: _without_repeats(buckets.take(n)), range(len(buckets)))
+        count = counting("sorting them", len(buckets), "parts")
         for number, records in enumerate(lists_of):
+            count(1)
             keys = records["key"] if weights is not None else records
             first, last = (int(v) for v in buckets.first_vertices[number : number + 2])
             owners = (keys >> _SHIFT).astype(np.int64) - first

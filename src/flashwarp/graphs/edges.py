@@ -40,6 +40,8 @@ class EdgeSource:
     weighted: bool = False
     degrees: NDArray[np.int64] | None = None
     """How many edges each vertex has, where that is known: work is then dealt by it."""
+    count: int = 0
+    """How many edges there are; 0 if that is not known before they are read."""
     labels: NDArray[np.uint32] | None = None
     """What the user calls each vertex, where that is not its number."""
 

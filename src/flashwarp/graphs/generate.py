@@ -69,7 +69,7 @@ def _source(scale: int, edge_factor: int, seed: int, draw: Draw) -> EdgeSource:
         return Edges(names[source], names[target])
 
     edges = parallel_map(chunk, range(-(-count // _CHUNK_EDGES)))
-    return EdgeSource(1 << scale, edges, symmetric=True)
+    return EdgeSource(1 << scale, edges, symmetric=True, count=count)
 
 
 def rmat_chunk(random: np.random.Generator, scale: int, count: int) -> Ends:

@@ -38,7 +38,8 @@ def source_in_memory(what: Any, vertices: int | None, symmetric: bool) -> EdgeSo
     if lowest < 0 or least > count:
         wrong = lowest if lowest < 0 else least - 1
         raise ArgumentError(f"an edge has vertex {wrong}, and there are {count} vertices")
-    return EdgeSource(count, _chunks(row, column, weight), symmetric, weight is not None)
+    chunks = _chunks(row, column, weight)
+    return EdgeSource(count, chunks, symmetric, weight is not None, count=len(row))
 
 
 def _parts(

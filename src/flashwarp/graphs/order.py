@@ -64,6 +64,7 @@ def by_degree(
         symmetric=False,
         weighted=graph.weighted,
         degrees=graph.degrees[order],
+        count=graph.entries,
         labels=graph.labels_of(order),
     )
     return write_csr(source, folder, memory_bytes)

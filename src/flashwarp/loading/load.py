@@ -15,7 +15,7 @@ from flashwarp.loading import into as targets
 from flashwarp.loading.contents import chosen, contents
 from flashwarp.loading.moving import STAGING_BYTES_MIN, move
 from flashwarp.loading.places import allocate, library_for
-from flashwarp.loading.progress import Progress, progress_for
+from flashwarp.storage.progress import Progress, progress_for
 from flashwarp.storage.safetensors import Checkpoint
 
 _STAGING_MOST = 1 << 40

@@ -33,9 +33,9 @@ from flashwarp.device import Device
 from flashwarp.errors import StorageError
 from flashwarp.loading.contents import Content
 from flashwarp.loading.places import Place
-from flashwarp.loading.progress import Progress
 from flashwarp.storage import files
 from flashwarp.storage.file import Mapping as FileMapping
+from flashwarp.storage.progress import Progress
 from flashwarp.transfer import (
     Copy,
     CopyEngine,

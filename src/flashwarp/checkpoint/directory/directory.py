@@ -41,6 +41,7 @@ from flashwarp.errors import (
 )
 from flashwarp.storage import files
 from flashwarp.storage.files import sync_folder
+from flashwarp.storage.progress import counting
 
 T = TypeVar("T")
 
@@ -459,7 +460,9 @@ def copy_regions(reader: VersionReader, writer: VersionWriter) -> None:
     """Copy all bytes of a version, several pieces at a time; each is checked when it is read."""
     with endings.Pool(_PIECES_IN_FLIGHT, "flashwarp-copy") as pool:
         pending: list[endings.Future[None]] = []
+        count = counting(f"copying {reader.name} {reader.version}", reader.nbytes)
         for name, offset, nbytes in _pieces(reader):
+            count(nbytes)
             if len(pending) == _PIECES_IN_FLIGHT:
                 pending.pop(0).result()
             pending.append(pool.submit(_copy_piece, reader, writer, name, offset, nbytes))

@@ -28,6 +28,7 @@ from flashwarp.errors import (
     DtypeError,
     StorageError,
 )
+from flashwarp.storage.progress import counting
 
 _PIECE_BYTES = 4 << 20
 _PIECES_IN_FLIGHT = 4
@@ -152,12 +153,13 @@ class VersionReader(Closing):
         scratch = page_aligned(
             max(_PIECES_IN_FLIGHT * _PIECE_BYTES, self.manifest.chunk_bytes)
         ).data
-        end = 0
+        end, count = 0, counting(f"reading {self.name} {self.version}", self.nbytes)
         for stored in self.manifest.regions:
             self._check_padding(end, stored.offset)
             for offset in range(0, stored.region.nbytes, len(scratch)):
                 view = scratch[: min(len(scratch), stored.region.nbytes - offset)]
                 self._read_chunks(stored, offset, view)
+                count(len(view))
             end = stored.offset + stored.region.nbytes
         self._check_padding(end, self.manifest.data_bytes)
 

@@ -31,6 +31,7 @@ from flashwarp.errors import (
     MissingVersionError,
     RemoteError,
 )
+from flashwarp.storage.progress import counting
 
 T = TypeVar("T")
 
@@ -332,7 +333,7 @@ class _Object:
 def _parts(reader: VersionReader) -> Iterator[bytes]:
     """Yield the bytes of the data file, checked, with zeros between regions."""
     step = max(_PART_BYTES, reader.manifest.chunk_bytes)
-    end = 0
+    end, count = 0, counting(f"copying {reader.name} {reader.version}", reader.nbytes)
     for stored in reader.manifest.regions:
         if stored.offset > end:
             yield bytes(stored.offset - end)
@@ -340,6 +341,7 @@ def _parts(reader: VersionReader) -> Iterator[bytes]:
             memory = page_aligned(min(step, stored.region.nbytes - offset))
             reader.read_into(stored.region.name, offset, memory)
             yield memory.tobytes()
+            count(memory.nbytes)
         end = stored.offset + stored.region.nbytes
     yield bytes(reader.manifest.data_bytes - end)
 

@@ -56,6 +56,7 @@ from flashwarp.file.gvdk.making import (
 from flashwarp.file.gvdk.tables import Disk, Table, Tables
 from flashwarp.storage import files
 from flashwarp.storage.base import Storage, typed_errors
+from flashwarp.storage.progress import counting
 
 _log = logging.getLogger(__name__)
 
@@ -310,7 +311,7 @@ class Gvdk(Storage):
             size = os.fstat(file.fileno()).st_size
             with cls.drafted(path, size, block, preallocate, capacity, key, overwrite) as draft:
                 with cls(draft.path, writable=True, key=key, _shown=path) as image:
-                    done = 0
+                    done, count = 0, counting(f"reading {name}", size)
                     while done < size:
                         data = file.read(min(COPY_BYTES, size - done))
                         if not data:
@@ -319,6 +320,7 @@ class Gvdk(Storage):
                         if any(data):
                             image.write(done, data)
                         done += len(data)
+                        count(len(data))
                     if read_only:
                         image._header = replace(image._header, writable=False)
                         image._marked = True  # so that the sync writes a header

@@ -25,6 +25,7 @@ from flashwarp.file.gvdk.layout import (
 )
 from flashwarp.file.gvdk.tables import Disk
 from flashwarp.storage import files
+from flashwarp.storage.progress import counting
 
 COPY_BYTES = 4 << 20
 _KEY_BYTES_MIN = 16
@@ -96,10 +97,12 @@ def exported(
     with files.Draft(target, overwrite, lock=True) as draft:
         with files.writing(target):
             disk = Disk(draft.descriptor)
+            count = counting(f"writing {target}", size)
             for begin in range(0, size, COPY_BYTES):
                 data = read(begin, min(COPY_BYTES, size - begin))
                 if any(data):
                     disk.write(begin, data)
+                count(len(data))
             os.ftruncate(draft.descriptor, size)
             os.fsync(draft.descriptor)
         draft.publish()
