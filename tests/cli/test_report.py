@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +18,6 @@ from flashwarp.trace.compare import save
 
 ROW = {"name": "a <b> gather", "value": 1.5, "unit": "GB/s", "reference_name": "memmap"}
 ROW |= {"reference": 3.0, "ratio": 0.5, "checked": True, "note": ""}
-PROGRAM = {"pid": 7, "command": "python x.py", "failed": "", "pinned": {}, "threads": 3}
-ROUTE: dict[str, Any] = {"kind": "array", "route": "direct", "device": "cpu", "disks": ""}
-ROUTE |= {"open": 1, "hit_rate": 0.5, "read_bytes_per_s": 1e9, "written_bytes_per_s": 0.0}
-ROUTE |= {"ceiling_bytes_per_s": 2e9, "waits_per_s": 0.0}
-ROUTE |= {"counts": {"hits": 1, "misses": 1, "errors": 0}}
 
 
 def page_of(source: Path, *options: str) -> str:
@@ -67,17 +61,6 @@ def test_rows_of_a_benchmark_stand_beside_their_references(tmp_path: Path) -> No
     assert "<b>" not in page
     assert "cpu: c" in page
     assert needs_nothing_else(page)
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ([{**PROGRAM, "routes": [ROUTE]}], "50% of 2"),
-    ],
-    ids=["top"],
-)
-def test_what_other_commands_print_is_a_page(tmp_path: Path, content: object, told: str) -> None:
-    assert told in of_json(tmp_path, content)
 
 
 def test_comparisons_are_drawn(tmp_path: Path) -> None:

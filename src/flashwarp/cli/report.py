@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _ROWS_MAX = 40
 _MADE_BY = (
     "a trace of `flashwarp trace record`, or the JSON of `flashwarp bench`, `trace compare`, "
-    "`tune` or `top`, or of a benchmark"
+    "or `tune`, or of a benchmark"
 )
 
 
@@ -96,10 +96,9 @@ def _of_json(source: Path, found: Any) -> Page:
     add: dict[str, Callable[[Page, Any], None]] = {
         "rows": _add_rows,
         "comparisons": _add_comparisons,
-        "programs": _add_programs,
     }
-    content = {"programs": found} if isinstance(found, list) else found
-    names = [name for name in add if isinstance(content, dict) and content.get(name)]
+    content = found if isinstance(found, dict) else {}
+    names = [name for name in add if content.get(name)]
     if not names:
         raise FileFormatError(f"{source} has nothing to show: give {_MADE_BY}")
     facts = {name: fact for name, fact in content.items() if name not in (*add, "title")}
@@ -156,16 +155,3 @@ def _cells_of(row: dict[str, Any]) -> tuple[Any, ...]:
         against = (row.get("reference_name", ""), float(row["reference"]), float(row["ratio"]))
     checked = {None: "", True: "right", False: "WRONG"}[row.get("checked")]
     return (row["name"], float(row["value"]), row["unit"], *against, checked, row.get("note", ""))
-
-
-def _add_programs(page: Page, programs: list[dict[str, Any]]) -> None:
-    from flashwarp.probe import plots
-    from flashwarp.probe.running import HEADINGS, lines
-
-    routes = [(each, row) for each in programs for row in each["routes"]]
-    if routes:
-        names = [f"{each['pid']} {row['kind']}, {row['route']}" for each, row in routes]
-        read = [row["read_bytes_per_s"] / 1e9 for _, row in routes]
-        beside = [(row["ceiling_bytes_per_s"] or 0) / 1e9 for _, row in routes]
-        page.add_plot("By route", plots.bars(names, read, "GB/s read", beside), "")
-    page.add_table("Programs", HEADINGS, [line for each in programs for line in lines(each, 60)])

@@ -199,15 +199,10 @@ def lines(process: dict[str, Any], program_max: int = 24) -> list[tuple[str, ...
     first = (str(process["pid"]), f"{os.path.basename(program)} {rest}"[:program_max].strip())
     if process["failed"]:
         return [(*first, *[""] * (len(HEADINGS) - 2))]
-    pinned = binary(sum((process["pinned"] or {}).values()))
-    own = (pinned, str(process["threads"]))
-    cells = []
-    for number, row in enumerate(process["routes"] or [{}]):
-        moved = _moved(row) if row else ("",) * 9
-        cells.append(
-            (*(first if not number else ("", "")), *moved, *(own if not number else ("", "")))
-        )
-    return cells
+    last = binary(sum((process["pinned"] or {}).values())), str(process["threads"])
+    moved = [_moved(row) for row in process["routes"]] or [("",) * (len(HEADINGS) - 4)]
+    # What is of the process stands in its first line.
+    return [(*first, *moved[0], *last), *(("", "", *each, "", "") for each in moved[1:])]
 
 
 def _moved(row: dict[str, Any]) -> tuple[str, ...]:
