@@ -83,13 +83,17 @@ def _cell(value: Any, tag: str = "td", like: Any = None) -> str:
     """Return a cell; a heading stands as the value `like` below it."""
     kind = type(value if like is None else like)
     number = ' class="number"' if kind in (int, float) else ""
-    text = f"{value:,.4g}" if isinstance(value, float) else str(value)
+    text = str(value)
+    if isinstance(value, float):
+        text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"<{tag}{number}>{html.escape(text)}</{tag}>"
 
 
 def _text(fact: Any) -> str:
     if isinstance(fact, Mapping):
-        return ", ".join(f"{name}: {_text(each)}" for name, each in fact.items() if each != "")
+        return ", ".join(
+            f"{name}: {_text(each)}" for name, each in fact.items() if each not in ("", None)
+        )
     if isinstance(fact, list | tuple):
         return ", ".join(map(_text, fact))
     return str(fact)

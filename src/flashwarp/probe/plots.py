@@ -71,6 +71,8 @@ def bars(names: Sequence[str], values: Sequence[float], unit: str, beside: Seque
         places = range(len(names))
         if shown and max(shown) > _DECADES * min(shown):
             panel.set_xscale("log")
+        else:
+            panel.locator_params(axis="x", nbins=6)
         panel.barh(places, values, color=OURS, height=0.62)
         for place, value in enumerate(beside):
             if value:
