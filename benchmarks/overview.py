@@ -23,7 +23,7 @@ _FONT = "font-family='-apple-system, Segoe UI, Helvetica, Arial, sans-serif'"
 
 
 @dataclass(frozen=True)
-class _Line:
+class _Source:
     """Ours and an alternative by the name of their row, and the ceiling of the same run."""
 
     title: str
@@ -39,8 +39,8 @@ class _Line:
     """The reference or the row that is the ceiling."""
 
 
-_LINES = (
-    _Line(
+_SOURCES = (
+    _Source(
         "65,536 rows of 4 KiB to the GPU, in the page cache",
         "first_light_h200",
         "page cache: 65,536 cold 4 KiB rows",
@@ -50,7 +50,7 @@ _LINES = (
         "GB/s",
         "UVA gather, 4096 B",
     ),
-    _Line(
+    _Source(
         "Train GraphSAGE, features in a file",
         "pipelines_gnn_h200",
         "GraphSAGE, 128 features, page cache: pipelined, default",
@@ -60,7 +60,7 @@ _LINES = (
         "steps/s",
         "the longer of computing and reading",
     ),
-    _Line(
+    _Source(
         "Look up 16 rows a step, with 256 MiB for a table of 2 GiB",
         "tables_h200",
         "steps with 16 rows, ours, a cache of 256 MiB, bounce",
@@ -70,7 +70,7 @@ _LINES = (
         "steps/s",
         "steps with 16 rows, the table in the device's memory",
     ),
-    _Line(
+    _Source(
         "Load a checkpoint of 8 GB, in the page cache",
         "load_h200",
         "warm, fw.load",
@@ -80,7 +80,7 @@ _LINES = (
         "GB/s",
         "copy engine",
     ),
-    _Line(
+    _Source(
         "Save a state: until training goes on",
         "checkpoints_states_h200",
         "a state saved, with room in the GPU cache",
@@ -90,7 +90,7 @@ _LINES = (
         "GB/s",
         "a plain copy inside the device",
     ),
-    _Line(
+    _Source(
         "32,768 rows of 160 B that lie on a drive",
         "tables_h200",
         "32768 rows that nothing has read, O_DIRECT",
@@ -101,6 +101,19 @@ _LINES = (
         "the disk's random reads of 4096 bytes (Linux AIO)",
     ),
 )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Figures of one run: ours, an alternative, and what limits both."""
+
+    title: str
+    ours: float
+    other: float
+    limit: float
+    unit: str
+    other_is: str
+    limit_is: str
 
 
 class _Record:
@@ -119,48 +132,61 @@ class _Record:
         return float(found[0]) if found else self[name]
 
 
+def machine() -> str:
+    """Name the one machine of all records."""
+    machines = [_Record(each.record).machine for each in _SOURCES]
+    ((gpu, cores),) = {
+        (each["device"].split("(")[1].split(",")[0], each["cores"]) for each in machines
+    }
+    return f"One {gpu}, {cores} host cores"
+
+
+def comparisons() -> list[Comparison]:
+    """Read what the picture shows."""
+    found = []
+    for each in _SOURCES:
+        record = _Record(each.record)
+        other, limit = (record.beside(each.name, name) for name in (each.other, each.limit))
+        figures = record[each.name], other, limit
+        found.append(Comparison(each.title, *figures, each.unit, each.shown, each.ceiling))
+    return found
+
+
 def draw() -> str:
     """Return the picture."""
-    records = {line.record: _Record(line.record) for line in _LINES}
-    machines = {
-        (each.machine["device"].split("(")[1].split(",")[0], each.machine["cores"])
-        for each in records.values()
-    }
-    ((gpu, cores),) = machines
-    height = _TOP + _STEP * len(_LINES) + 26
+    lines, where = comparisons(), machine()
+    height = _TOP + _STEP * len(lines) + 26
+    end = _TOP + _STEP * len(lines) - 8
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' {_FONT}>",
-        f"<title>flashwarp beside the best alternative, on one {gpu}</title>",
+        f"<title>flashwarp beside alternatives. {where}</title>",
         _text(_LEFT, 24, "How much of what the machine gives", _TEXT, 17, "600"),
         _swatch(_LEFT, 38, _OURS, "flashwarp"),
         _swatch(_LEFT + 96, 38, _OTHERS, "the alternative"),
         _text(_LEFT + _SPAN, 48, "100 %", _LIMIT, 12, "600", "middle"),
-    ]
-    end = _TOP + _STEP * len(_LINES) - 8
-    parts.append(
         f"<line x1='{_LEFT + _SPAN}' y1='{_TOP - 6}' x2='{_LEFT + _SPAN}' y2='{end}' "
-        f"stroke='{_LIMIT}' stroke-width='1.5' stroke-dasharray='4 3'/>"
-    )
-    for number, line in enumerate(_LINES):
-        parts += _bars(line, records[line.record], _TOP + number * _STEP)
-    source = f"One {gpu}, {cores} host cores. Figures of stored records; data checked in each run."
+        f"stroke='{_LIMIT}' stroke-width='1.5' stroke-dasharray='4 3'/>",
+    ]
+    for number, line in enumerate(lines):
+        parts += _bars(line, _TOP + number * _STEP)
+    source = f"{where}. Figures of stored records; data checked in each run."
     parts += [_text(_LEFT, height - 10, source, _TEXT, 12), "</svg>"]
     return "\n".join(parts) + "\n"
 
 
-def _bars(line: _Line, record: _Record, top: int) -> list[str]:
-    ours = record[line.name]
-    other, limit = (record.beside(line.name, each) for each in (line.other, line.limit))
-    most = f"{line.ceiling}: {_figure(limit)} {line.unit}"
+def _bars(line: Comparison, top: int) -> list[str]:
+    ours, other = (f"{figure(value)} {line.unit}" for value in (line.ours, line.other))
+    most = f"{line.limit_is}: {figure(line.limit)} {line.unit}"
     return [
         _text(_LEFT, top + 10, line.title, _TEXT, 13, "600"),
         _text(_LEFT + _SPAN + 10, top + 10, most, _LIMIT, 12),
-        *_bar(ours / limit, top + 15, _OURS, f"{_figure(ours)} {line.unit}"),
-        *_bar(other / limit, top + 34, _OTHERS, f"{_figure(other)} {line.unit}, {line.shown}"),
+        *_bar(line.ours / line.limit, top + 15, _OURS, ours),
+        *_bar(line.other / line.limit, top + 34, _OTHERS, f"{other}, {line.other_is}"),
     ]
 
 
-def _figure(value: float) -> str:
+def figure(value: float) -> str:
+    """Write a figure with three digits or more."""
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 

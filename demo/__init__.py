@@ -1,8 +1,8 @@
-"""The demo: three real uses of arrays larger than memory, each checked and compared.
+"""The demo: four real uses of arrays larger than memory, each checked and compared.
 
 `features` gathers rows in mini-batches, `graph` searches a graph breadth first, `table` asks a
-query of columns. The last two are also small libraries: `BreadthFirstSearch` and `filtered_sums`
-run kernels that read arrays on demand.
+query of columns, `checkpoint` saves states. The two in the middle are also small libraries:
+`BreadthFirstSearch` and `filtered_sums` run kernels that read arrays on demand.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Rows of a feature table in a file, gathered as a training loop asks for them.
 
-The table is sixteen times the cache. Two things are measured, each beside its ceiling:
+The table is sixteen times the cache. Two things are measured, on a GPU beside their ceilings:
 
 - The file is on the disk only: rows that nobody asked for before, by the number of rows a call.
 - On a GPU also: the file is in the page cache, and popular rows are asked for more often.
+
+On the CPU device no rate means anything: the demo shows there what was read, and that it is right.
 
 On a GPU, every way begins with indices in host memory and ends with the rows in GPU memory. Each
 value follows from its row and column by arithmetic, so every row is checked against numpy without
@@ -127,6 +129,8 @@ class FeaturesResult:
     disk: tuple[Rate, ...]  # from the disk, in the order of `FeatureSize.calls`
     ceiling: DiskCeiling
     cold_note: str
+    rows_read: int  # flashwarp's reads from the disk, in rows
+    rows_asked: int  # what it was asked for meanwhile
     path: str  # how flashwarp read the file on the disk
     page_cache: tuple[Rate, ...] = ()  # from the page cache, on a GPU
     page_cache_path: str = ""  # how flashwarp read the file in the page cache
@@ -289,8 +293,13 @@ def _find_torch() -> tuple[Any, str]:
 # The file is on the disk.
 
 
-def _from_disk(path: Path, size: FeatureSize, device: Device) -> tuple[list[Rate], str]:
-    """Measure flashwarp, and on a GPU the way of numpy, for each number of rows a call."""
+def _from_disk(
+    path: Path, size: FeatureSize, device: Device
+) -> tuple[list[Rate], tuple[int, int], str]:
+    """Measure flashwarp, and on a GPU the way of numpy, for each number of rows a call.
+
+    Returns rates, the rows that flashwarp read and was asked for, and its route.
+    """
     order, rates = _Order(size.rows), []
     with _open(path, size, device, direct_reads_work(path)) as array:
         for count in size.calls:
@@ -299,6 +308,8 @@ def _from_disk(path: Path, size: FeatureSize, device: Device) -> tuple[list[Rate
                 gather(order.take(count))  # warm-up
                 rates.append(_measure(OURS, gather, order, count, size))
         explained = array.explain()
+        asked = sum(rate.rows for rate in rates) + sum(size.calls)
+        counts = array.stats.bytes_read // (4 * size.columns), asked
     if _on_gpu(device):
         for count in size.calls:
             # numpy's reads also bring in what lies beside, so each measurement starts anew.
@@ -309,7 +320,7 @@ def _from_disk(path: Path, size: FeatureSize, device: Device) -> tuple[list[Rate
             del table
             if rates[-1].seconds > _CALL_SECONDS_MAX:
                 break
-    return rates, f"{explained.route}: {explained.reason}"
+    return rates, counts, f"{explained.route}: {explained.reason}"
 
 
 def _measure(how: str, gather: Gather, order: _Order, count: int, size: FeatureSize) -> Rate:
@@ -395,12 +406,10 @@ def run(
         write_table(path, size.rows, size.columns)
         drop_page_cache(path)
     left_over = resident_fraction(path)
-    with steps.step("rows: measure the disk itself"):
-        before = measure_ceiling(path, row_bytes, _CEILING_SECONDS)
+    before = _ceiling(path, row_bytes, device, steps, "rows: measure the disk itself")
     with steps.step("rows: gather from the disk"):
-        disk, explained = _from_disk(path, size, device)
-    with steps.step("rows: measure the disk itself again"):
-        after = measure_ceiling(path, row_bytes, _CEILING_SECONDS)
+        disk, counts, explained = _from_disk(path, size, device)
+    after = _ceiling(path, row_bytes, device, steps, "rows: measure the disk itself again")
     result = FeaturesResult(
         file_bytes=row_bytes * size.rows,
         cache_bytes=size.cache_bytes,
@@ -409,6 +418,8 @@ def run(
         disk=tuple(disk),
         ceiling=_mean(before, after),
         cold_note=_cold_note(direct_reads_work(path), left_over),
+        rows_read=counts[0],
+        rows_asked=counts[1],
         path=explained,
     )
     if pull is None:
@@ -423,6 +434,13 @@ def run(
         missing=tuple(missing),
         link_gb_per_s=link,
     )
+
+
+def _ceiling(path: Path, row_bytes: int, device: Device, steps: Steps, step: str) -> DiskCeiling:
+    if not _on_gpu(device):
+        return DiskCeiling(row_bytes, 0.0, 0.0, "not measured on the CPU device")
+    with steps.step(step):
+        return measure_ceiling(path, row_bytes, _CEILING_SECONDS)
 
 
 def _mean(one: DiskCeiling, other: DiskCeiling) -> DiskCeiling:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from demo import features, graph, table
+from demo import checkpoint, features, graph, table
 from demo.__main__ import run
 from demo.check import CheckFailed, check_equal
 from demo.progress import Steps
@@ -283,6 +283,7 @@ def test_small_demo_end_to_end(tmp_path, cpu, steps, flights, monkeypatch, gpu):
         features=features.run(tmp_path, SMALL, cpu, steps, pull),
         graph=graph.run(tmp_path, graph.GraphSize(12, 256 << 10, 2), cpu, steps),
         table=table.run(tmp_path, table.SIZES["quick"], cpu, steps),
+        checkpoint=checkpoint.run(tmp_path, 4 << 20, cpu, steps),
     )
 
     shown = text(result)
@@ -296,6 +297,13 @@ def test_small_demo_end_to_end(tmp_path, cpu, steps, flights, monkeypatch, gpu):
     assert ("ROWS of 4 KiB from a file of 16 MiB to GPU memory" in shown) == gpu
     assert ("torch is not installed" in shown) == (features.UVA in shown) == gpu
     assert [rate["call_rows"] for rate in data["features"]["disk"]] == [1, 64, 256] * (1 + gpu)
+    assert "CHECKPOINTS: 3 states of 1 MiB saved, and restored" in shown
+    # What reads as slow on the CPU device is told of a GPU alone, and there by whom.
+    assert ("edges/s" in shown) == (checkpoint.FILE in shown) == gpu
+    assert ("One NVIDIA H200, 16 host cores, from the records in results/" in shown) != gpu
+    asked = sum(2 * count for count in SMALL.calls)  # to warm up, and at least once
+    assert asked <= data["features"]["rows_asked"] <= data["features"]["rows_read"]
+    assert data["features"]["rows_read"] < 1.1 * data["features"]["rows_asked"]
     assert data["table"]["selected"] == 715
     first, *_, last = data["table"]["queries"]
     # 2632 lines of 512 bytes hold a column, 673 of them a selected flight: each is read once.
