@@ -67,6 +67,10 @@ def test_python_block_runs(block: str, run_block: Callable[[str], str]) -> None:
         pytest.importorskip("numba.cuda", reason="numba-cuda is an extra")
     if re.search(r"import (flashwarp\.)?torch", block):
         pytest.importorskip("torch", reason="torch is an extra")
+    if "torch_geometric" in block:
+        pytest.importorskip("torch_geometric", reason="torch_geometric is an extra")
+        # Its import warns of what torch deprecates.
+        block = f"import warnings\nwarnings.simplefilter('ignore')\n{block}"
 
     said = run_block(block)
 
