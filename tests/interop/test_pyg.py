@@ -445,6 +445,23 @@ def test_what_a_graph_store_refuses(graph, tmp_path, monkeypatch):
         fw.pyg.GraphStore(graph).coo()
 
 
+@pytest.mark.parametrize("mine", [np.arange(9.0), np.zeros(0, np.int64), np.arange(9)])
+def test_a_store_replaces_what_a_store_has_written_alone(tmp_path, mine):
+    edges = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    for _ in range(2):  # as a program that is run again
+        fw.pyg.GraphStore(folder=tmp_path).put_edge_index(
+            edges, edge_type=None, layout="coo", size=(3, 3)
+        )
+    np.save(tmp_path / "edges" / "offsets.npy", mine)
+
+    with pytest.raises(ExistingFileError, match="name another folder, or remove these"):
+        fw.pyg.GraphStore(folder=tmp_path).put_edge_index(
+            edges, edge_type=None, layout="coo", size=(3, 3)
+        )
+
+    assert np.array_equal(np.load(tmp_path / "edges" / "offsets.npy"), mine)
+
+
 ABSENT = """
 import sys
 sys.modules["torch_geometric"] = None  # as if it were not installed

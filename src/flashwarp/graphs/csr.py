@@ -14,6 +14,7 @@ import errno
 import functools
 import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -238,13 +239,20 @@ class CsrGraph:
             )
 
 
-def check_replaceable(folder: Path) -> None:
-    """Raise ExistingFileError if a file that a graph would replace is none of a graph's."""
-    there = [name for name in _NAMES if os.path.lexists(folder / name)]
+def check_replaceable(
+    folder: Path,
+    names: Sequence[str] = _NAMES,
+    look: Callable[[Path], object] = CsrGraph.open,
+) -> None:
+    """Raise ExistingFileError if a file that a graph would replace is none of a graph's.
+
+    `look` raises for a folder that holds none.
+    """
+    there = [name for name in names if os.path.lexists(folder / name)]
     if not there:
         return
     try:
-        CsrGraph.open(folder)
+        look(folder)
     except FlashwarpError as error:
         raise ExistingFileError(
             errno.EEXIST,

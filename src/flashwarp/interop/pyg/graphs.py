@@ -25,9 +25,10 @@ from flashwarp.array.array import Array
 from flashwarp.array.opening import open as open_array
 from flashwarp.config import choice
 from flashwarp.endings import Closing
-from flashwarp.errors import ArgumentError, BoundsError
+from flashwarp.errors import ArgumentError, BoundsError, FileFormatError
+from flashwarp.graphs.csr import check_replaceable
 from flashwarp.interop.torch import sampling
-from flashwarp.storage import files
+from flashwarp.storage import files, npy
 
 _OFFSETS, _NEIGHBOURS = "offsets.npy", "neighbours.npy"
 
@@ -59,6 +60,16 @@ class _Edges:
             )
 
 
+def _look_at_written(folder: Path) -> None:
+    """Raise what is wrong with files that a store would have written."""
+    offsets, lists = (npy.read_layout(str(folder / name)) for name in (_OFFSETS, _NEIGHBOURS))
+    for found in (offsets, lists):
+        if found.dtype != np.int64 or len(found.shape) != 1:
+            raise FileFormatError(f"{folder} has {found.dtype} of shape {found.shape}")
+    if not offsets.nbytes or np.load(folder / _OFFSETS, mmap_mode="r")[-1] != lists.shape[0]:
+        raise FileFormatError(f"{folder / _NEIGHBOURS} has no entry for each place of the offsets")
+
+
 class GraphStore(_GraphStore):  # type: ignore[misc]
     """Graphs that stay in their files, for PyG's loaders.
 
@@ -72,7 +83,8 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
         messages come and which a sampler samples, or the targets of those that begin there ("csr").
         For graphs stored in both directions both are right.
     folder : path-like, optional
-        Where `put_edge_index` writes tensors, in a folder for each edge type.
+        Where `put_edge_index` writes tensors, in a folder for each edge type. Files there that no
+        store has written stay, and raise ExistingFileError.
 
     Notes
     -----
@@ -168,6 +180,7 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
         if other != edge_type:
             raise ArgumentError(f"{edge_type} would have the folder {name!r} of {other}: rename it")
         folder = self._folder / name
+        check_replaceable(folder, (_OFFSETS, _NEIGHBOURS), _look_at_written)
         folder.mkdir(parents=True, exist_ok=True)
         with (
             files.replacing(folder / _OFFSETS) as begins,
