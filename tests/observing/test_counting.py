@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +125,19 @@ def test_prometheus_collects_counters(table: Path) -> None:
 
 
 def test_metrics_without_their_library_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     monkeypatch.delitem(sys.modules, "flashwarp.observing.prometheus", raising=False)
 
     with pytest.raises(fw.errors.MissingFileError, match=r"flashwarp\[prometheus\]"):
         __import__("flashwarp.observing.prometheus")
+
+
+def test_a_program_that_may_import_nothing_more_goes_on(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As root it has become another user, who cannot read the library.
+    monkeypatch.setattr("flashwarp.observing.endpoint._begun", False)
+    monkeypatch.setitem(sys.modules, "flashwarp.sharing.listener", None)
+
+    with fw.open(table, device="cpu") as x:
+        assert x[3, 3] == 3 * 64 + 3

@@ -147,8 +147,9 @@ class Attachment(endings.NotCopied):
             self.operands = Operands(cache.device, format, cache.device)
             self.row_calls = self.launcher.row_calls(self._streams)
             self.calls = Calls(self.launcher, self.operands, self._failures, self.row_calls)
-            endings.remember(self)
             self._counted = counting.enter(self.device, self._counts)
+            made.callback(self._counted.leave)
+            endings.remember(self)
             made.pop_all()
 
     @property

@@ -419,8 +419,8 @@ class ClientAttachment(Attachment):
             "an asynchronous call or one on a stream", busy=False, **nothing
         )
         client.arrays.add(self)
-        endings.remember(self)
         self._counted = counting.enter(self.device, self._counts)
+        endings.remember(self)
 
     @property
     def cache(self) -> Cache:

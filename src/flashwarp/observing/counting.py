@@ -86,9 +86,9 @@ def enter(device: Device, read: Read) -> Entry:
     """Count a source until its entry leaves; from the first one on, the process can be asked."""
     from flashwarp.observing import endpoint
 
+    endpoint.begin(counters)
     entry = Entry(device, read)
     _entries[id(entry)] = entry
-    endpoint.begin(counters)
     return entry
 
 

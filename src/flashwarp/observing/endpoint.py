@@ -47,14 +47,16 @@ def begin(read: Callable[[], dict[str, Any]]) -> None:
     _begun = True
     if not config.current("publish").publish:
         return
-    from flashwarp.sharing import names
-    from flashwarp.sharing.listener import Listener
-
-    mine = names.of_process(os.getpid())
     try:
+        # Most that the library imports is there by now, but a program may have given up the right
+        # to read it.
+        from flashwarp.sharing import names
+        from flashwarp.sharing.listener import Listener
+
+        mine = names.of_process(os.getpid())
         _sweep(mine)
         Listener(mine, None, lambda _: _Session(read), f"process {os.getpid()}")
-    except (FlashwarpError, OSError, RuntimeError) as error:
+    except (FlashwarpError, ImportError, OSError, RuntimeError) as error:
         _log.info("`flashwarp top` cannot see this process: %s", error)
 
 
