@@ -32,7 +32,7 @@ NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
 CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS) $(shell find benchmarks demo -name "*.c*" ! -name "*.py*")
 
 .PHONY: help demo test test-all check bench bench-test lint format native-test tsan asan \
-  qemu-test models simulate cost wheel docs clean
+  qemu-test models simulate cost wheel sdist docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -122,9 +122,13 @@ simulate: ARGS ?= --schedules 100000
 simulate: $(VENV)/dev.stamp  ## Explore schedules of the device code; ARGS="--help" for the options
 	$(BIN)/python tests/simulator $(ARGS)
 
+# By Python 3.12 or later, as PYTHON=python3.12 VENV=.venv-wheel, one wheel is for all of these.
 wheel: $(VENV)/venv.stamp  ## A wheel with the built-in kernels for all GPUs, in dist/
 	FLASHWARP_CUBINS=$${FLASHWARP_CUBINS:-all} $(BIN)/python -m pip wheel --disable-pip-version-check \
 	  --no-deps --wheel-dir dist .
+
+sdist: $(VENV)/package.stamp  ## The sources that a wheel is built of, in dist/
+	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; print(build_sdist("dist"))'
 
 docs: $(VENV)/docs.stamp  ## Build the documentation into docs/_build
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html

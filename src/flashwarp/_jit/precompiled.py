@@ -57,7 +57,7 @@ def build(
 ) -> None:
     """Compile all built-in kernels to files in a folder.
 
-    Takes about three seconds of a core for each file. Architectures are such as "90"; "all" for
+    Takes up to a minute of a core for each file. Architectures are such as "90"; "all" for
     `ARCHITECTURES`. For "86" the one that serves it is built. Raises CompileError if NVRTC is
     missing, or does not know one.
     """
