@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,3 +70,31 @@ def test_other_settings_are_refused(server: subprocess.Popen[str]) -> None:
     assert "of 512 bytes" in told
     with pytest.raises(SharedCacheError):
         fw.Cache("2 MiB", shared="rows")
+
+
+def test_statistics_are_printed_and_given_to_prometheus(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client", reason="prometheus_client is an extra")
+    np.save(tmp_path / "x.npy", np.arange(1000))
+
+    with serve("rows", "1 MiB", "--metrics", "0", "--every", "0.1") as server:
+        assert server.stdout is not None
+        assert str(folder) in server.stdout.readline()
+        metrics = server.stdout.readline().split()[-1]
+        with fw.Cache(shared="rows") as cache, fw.open(tmp_path / "x.npy", cache=cache) as x:
+            x.gather([1, 2])
+            with urllib.request.urlopen(metrics, timeout=20) as answer:
+                assert b'flashwarp_open{device="cpu"' in answer.read()
+            told = [server.stdout.readline() for _ in range(6)]
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=20)
+
+    assert any("client" in line for line in told)
+    assert any(line.startswith("pid") for line in told)
+
+
+def test_a_number_that_is_no_port_is_refused() -> None:
+    with serve("rows", "1 MiB", "--metrics", "70000") as process:
+        _, told = process.communicate(timeout=30)
+
+    assert process.returncode == 1
+    assert "--metrics 70000 is no port" in told

@@ -46,8 +46,7 @@ def _run(options: argparse.Namespace) -> None:
     from flashwarp.probe.running import Process, table
     from flashwarp.sharing import names
 
-    if options.metrics is not None:
-        _serve_metrics(options.metrics)
+    metrics = "" if options.metrics is None else _serve_metrics(options.metrics)
     with Cache(
         options.capacity,
         options.line,
@@ -63,7 +62,7 @@ def _run(options: argparse.Namespace) -> None:
                 f"{options.name!r} already: end it, or take another name"
             )
         # Programs that start this one wait for the line.
-        print(f"{cache!r} in {names.folder_path()}; Ctrl-C ends it", flush=True)
+        print(f"{cache!r} in {names.folder_path()}; Ctrl-C ends it{metrics}", flush=True)
         own = Process.own()
         while True:  # until a signal raises
             time.sleep(options.every or _SLEEP_S)
@@ -73,8 +72,8 @@ def _run(options: argparse.Namespace) -> None:
                 print(told + table([own.as_dict(ceilings.kept())]), flush=True)
 
 
-def _serve_metrics(port: int) -> None:
-    """Answer a Prometheus of this machine."""
+def _serve_metrics(port: int) -> str:
+    """Answer a Prometheus of this machine; returns what says where."""
     from flashwarp.errors import ArgumentError
     from flashwarp.observing import register
 
@@ -84,4 +83,4 @@ def _serve_metrics(port: int) -> None:
     from prometheus_client import start_http_server
 
     server, _ = start_http_server(port, _HERE)
-    print(f"metrics at http://{_HERE}:{server.server_port}/metrics", flush=True)
+    return f"\nmetrics at http://{_HERE}:{server.server_port}/metrics"
