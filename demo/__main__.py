@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import importlib.util
+import logging
 import os
 import shutil
 import stat
@@ -117,6 +118,7 @@ def _demo(options: argparse.Namespace) -> None:
 
 def _run(files: Path, size: str, device: Device, steps: Steps) -> DemoResult:
     start = time.perf_counter()
+    logging.getLogger("flashwarp._jit").setLevel(logging.ERROR)  # the first step says it
     # Before any file is made: a missing compiler is reported at once, and no figure contains it.
     with steps.step("compile the kernels, or load what an earlier run compiled"):
         for name in _BUILT_IN:

@@ -301,14 +301,15 @@ def _from_disk(
     Returns rates, the rows that flashwarp read and was asked for, and its route.
     """
     order, rates = _Order(size.rows), []
+    calls = size.calls if _on_gpu(device) else size.calls[-1:]  # rates by calls are a GPU's
     with _open(path, size, device, direct_reads_work(path)) as array:
-        for count in size.calls:
+        for count in calls:
             with _buffers(device, count, size.columns) as to:
                 gather = _ours(array, to)
                 gather(order.take(count))  # warm-up
                 rates.append(_measure(OURS, gather, order, count, size))
         explained = array.explain()
-        asked = sum(rate.rows for rate in rates) + sum(size.calls)
+        asked = sum(rate.rows for rate in rates) + sum(calls)
         counts = array.stats.bytes_read // (4 * size.columns), asked
     if _on_gpu(device):
         for count in size.calls:

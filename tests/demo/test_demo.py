@@ -296,12 +296,13 @@ def test_small_demo_end_to_end(tmp_path, cpu, steps, flights, monkeypatch, gpu):
     assert max(map(len, shown.splitlines())) <= 100
     assert ("ROWS of 4 KiB from a file of 16 MiB to GPU memory" in shown) == gpu
     assert ("torch is not installed" in shown) == (features.UVA in shown) == gpu
-    assert [rate["call_rows"] for rate in data["features"]["disk"]] == [1, 64, 256] * (1 + gpu)
+    calls = SMALL.calls if gpu else SMALL.calls[-1:]
+    assert [rate["call_rows"] for rate in data["features"]["disk"]] == [*calls * (1 + gpu)]
     assert "CHECKPOINTS: 3 states of 1 MiB saved, and restored" in shown
     # What reads as slow on the CPU device is told of a GPU alone, and there by whom.
     assert ("edges/s" in shown) == (checkpoint.FILE in shown) == gpu
     assert ("One NVIDIA H200, 16 host cores, from the records in results/" in shown) != gpu
-    asked = sum(2 * count for count in SMALL.calls)  # to warm up, and at least once
+    asked = sum(2 * count for count in calls)  # to warm up, and at least once
     assert asked <= data["features"]["rows_asked"] <= data["features"]["rows_read"]
     assert data["features"]["rows_read"] < 1.1 * data["features"]["rows_asked"]
     assert data["table"]["selected"] == 715
