@@ -104,7 +104,9 @@ def main(act: Callable[[Sequence[str]], None] = run) -> None:
 
 def _complain(error: Exception) -> None:
     try:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        # In place of the progress of what has failed.
+        erase = "\r\x1b[K" if sys.stderr.isatty() else ""
+        print(f"{erase}error: {error}", file=sys.stderr, flush=True)
     except OSError:
         _silence(sys.stderr)
 
