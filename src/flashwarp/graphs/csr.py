@@ -10,11 +10,8 @@ version. One of the two without the other is an error, so that numbers never pas
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
-import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +22,7 @@ from numpy.typing import NDArray
 from flashwarp.array.array import Array
 from flashwarp.array.opening import open as open_array
 from flashwarp.config import SIZE_MAX, integer
-from flashwarp.errors import (
-    ArgumentError,
-    ExistingFileError,
-    FileFormatError,
-    FlashwarpError,
-    MissingFileError,
-)
+from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.storage import files
 from flashwarp.storage.npy import read_layout
 
@@ -239,27 +230,9 @@ class CsrGraph:
             )
 
 
-def check_replaceable(
-    folder: Path,
-    names: Sequence[str] = _NAMES,
-    look: Callable[[Path], object] = CsrGraph.open,
-) -> None:
-    """Raise ExistingFileError if a file that a graph would replace is none of a graph's.
-
-    `look` raises for a folder that holds none.
-    """
-    there = [name for name in names if os.path.lexists(folder / name)]
-    if not there:
-        return
-    try:
-        look(folder)
-    except FlashwarpError as error:
-        raise ExistingFileError(
-            errno.EEXIST,
-            f"holds {', '.join(there)}, and no graph ({error}): name another folder, or remove "
-            "these files first",
-            str(folder),
-        ) from error
+def check_replaceable(folder: Path) -> None:
+    """Raise ExistingFileError if a file that a graph would replace is none of a graph's."""
+    files.check_replaceable(folder, _NAMES, CsrGraph.open)
 
 
 def save_labels(folder: Path, labels: NDArray[np.uint32]) -> None:

@@ -15,7 +15,7 @@ import resource
 import stat
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeGuard, TypeVar
 
@@ -265,6 +265,22 @@ def check_new(name: str, overwrite: bool) -> str:
             raise write_error(OSError(errno.EROFS, ""), name)
         raise PathError(errno.EACCES, "is write-protected for this user: remove it first", name)
     return target
+
+
+def check_replaceable(folder: Path, names: Sequence[str], look: Callable[[Path], object]) -> None:
+    """Raise ExistingFileError if there are files of these names, and `look` raises for them."""
+    there = [name for name in names if os.path.lexists(folder / name)]
+    if not there:
+        return
+    try:
+        look(folder)
+    except FlashwarpError as error:
+        raise ExistingFileError(
+            errno.EEXIST,
+            f"holds {', '.join(there)}, which flashwarp has not written ({error}): name another "
+            "folder, or remove these files first",
+            str(folder),
+        ) from error
 
 
 class Draft:

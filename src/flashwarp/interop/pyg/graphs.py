@@ -26,7 +26,6 @@ from flashwarp.array.opening import open as open_array
 from flashwarp.config import choice
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, BoundsError, FileFormatError
-from flashwarp.graphs.csr import check_replaceable
 from flashwarp.interop.torch import sampling
 from flashwarp.storage import files, npy
 
@@ -180,7 +179,7 @@ class GraphStore(_GraphStore):  # type: ignore[misc]
         if other != edge_type:
             raise ArgumentError(f"{edge_type} would have the folder {name!r} of {other}: rename it")
         folder = self._folder / name
-        check_replaceable(folder, (_OFFSETS, _NEIGHBOURS), _look_at_written)
+        files.check_replaceable(folder, (_OFFSETS, _NEIGHBOURS), _look_at_written)
         folder.mkdir(parents=True, exist_ok=True)
         with (
             files.replacing(folder / _OFFSETS) as begins,
