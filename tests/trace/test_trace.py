@@ -258,7 +258,10 @@ def test_commands_record_replay_and_compare(
     replayed = capsys.readouterr().out
     run("compare", output, "--policies", "lru,sieve", "--sizes", "60", "--json", tmp_path / "c")
     compared = capsys.readouterr().out
+    run("compare", output, "--policies", "lru", "--sizes", "60", "--json")
+    printed = json.loads(capsys.readouterr().out)["comparisons"][0]
 
+    assert printed["capacities"] == [56]
     assert "2,700 of 3,000 accesses hit (90.00%)" in replayed
     assert "sieve" in compared
     assert "clock" not in compared

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from flashwarp.cli.parser import Parser, amount
+from flashwarp.cli.parser import STDOUT, Parser, add_json, amount, write_json
 
 _CLEAR = "\x1b[H\x1b[J"
 
@@ -23,8 +22,8 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
         "threads. They are asked only while this runs."
     )
     parser.set_defaults(run=_run)
-    parser.add_argument("--once", action="store_true", help="Look once, over one interval.")
-    parser.add_argument("--json", action="store_true", help="Look once, and print JSON.")
+    parser.add_argument("--once", action="store_true", help="Look once; so does --json.")
+    add_json(parser)
     parser.add_argument(
         "--interval", type=amount(float), default=1.0, help="Seconds between two looks."
     )
@@ -44,9 +43,9 @@ def _run(options: argparse.Namespace) -> None:
         while True:
             time.sleep(options.interval)
             seen = processes.told()
-            if options.json:
-                print(json.dumps(seen, indent=2))
-            else:
+            if options.json is not None:
+                write_json(options.json, seen)
+            if options.json != STDOUT:
                 print(f"{_CLEAR if live else ''}{table(seen)}", flush=True)
             if not live:
                 return

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashwarp.cli.parser import Parser, add_json, output_path, text_beside, write_json
+from flashwarp.cli.parser import STDOUT, Parser, add_json, output_path, text_beside, write_json
 
 if TYPE_CHECKING:
     from flashwarp.trace import Trace
@@ -111,7 +111,7 @@ def _compare(options: argparse.Namespace) -> None:
     from flashwarp.policy import POLICIES
     from flashwarp.probe.report import provenance
     from flashwarp.trace import compare as run
-    from flashwarp.trace.compare import plot
+    from flashwarp.trace.compare import plot, save
 
     done = [
         run(
@@ -125,9 +125,11 @@ def _compare(options: argparse.Namespace) -> None:
     with text_beside(options.json):
         for each in done:
             print(each.table())
-    if options.json is not None:
+    if options.json == STDOUT:
         comparisons = [each.as_dict() for each in done]
-        write_json(options.json, {**provenance("cpu"), "comparisons": comparisons})
+        write_json(STDOUT, {**provenance("cpu"), "comparisons": comparisons})
+    elif options.json is not None:
+        save(done, options.json, **provenance("cpu"))
     if options.plot is not None:
         plot(done, options.plot)
 
