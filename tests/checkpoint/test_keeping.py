@@ -151,8 +151,11 @@ def test_none_is_returned_without_versions_and_raised_for_damage_alone(
     opened: Opener, tmp_path: Path
 ) -> None:
     checkpointer = opened()
-    assert checkpointer.restart_latest() is None
+    with pytest.raises(CheckpointError, match=r"call protect\(\) before restart_latest"):
+        checkpointer.restart_latest()
     state = np.zeros(100)
+    checkpointer.protect("state", state)
+    assert checkpointer.restart_latest() is None
     write(checkpointer, state, range(2), "default")
     checkpointer.close()
     for version in (0, 1):

@@ -60,6 +60,17 @@ def test_graph_in_memory_goes_in_by_one_call(tmp_path, what, options):
     assert repr(graph) == f"CsrGraph({str(tmp_path / 'there')!r}, 5 vertices, 4 entries)"
 
 
+def test_reversed_edges_of_a_file_have_a_direction(tmp_path):
+    path = tmp_path / "edges.txt"
+    np.savetxt(path, ENDS.T, fmt="%d")
+
+    assert load(path, tmp_path / "both").entries == 6
+    back = load(path, tmp_path / "back", reverse=True)
+    assert back.entries == 4
+    assert [list(row) for row in rows_of(back)] == REVERSED[: back.vertices]
+    assert load(path, tmp_path / "all", reverse=True, symmetric=True).entries == 6
+
+
 @pytest.mark.parametrize(
     ("what", "options", "words"),
     [
@@ -71,7 +82,7 @@ def test_graph_in_memory_goes_in_by_one_call(tmp_path, what, options):
         (ENDS, {"vertices": 3}, "an edge has vertex 3, and there are 3"),
         ([[0, 1], [1]], {}, "have shapes"),
         (sparse.coo_array(np.ones((2, 3))), {}, "is no graph"),
-        ("kron:4", {"vertices": 3}, "a file says it itself"),
+        ("kron:4", {"vertices": 3}, "those that it names"),
     ],
 )
 def test_what_is_no_graph_in_memory(tmp_path, what, options, words):

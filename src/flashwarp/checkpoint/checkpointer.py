@@ -432,8 +432,8 @@ class Checkpointer(endings.Closing):
         Raises
         ------
         CheckpointError
-            If there are versions and none can be read, or if the newest lacks a region that is
-            protected and `only` is not given. Nothing was changed.
+            If nothing is protected, or there are versions and none can be read, or the newest lacks
+            a region that is protected and `only` is not given. Nothing was changed.
         """
         return self._restarts.latest(name, only, into)
 

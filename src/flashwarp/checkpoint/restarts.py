@@ -70,6 +70,8 @@ class Restarts:
         self, name: str, only: Iterable[str] | None, into: Mapping[str, object] | None
     ) -> int | None:
         """Restore the newest version that is whole, and return its number; None: there is none."""
+        if not into and not self._regions.names():
+            raise CheckpointError("no region is protected: call protect() before restart_latest()")
         version = self._lookup.newest(name, SIZE_MAX, verify=True)
         with self._core.locked():
             there = self._core.versions(name)

@@ -77,7 +77,8 @@ def load(
         Of edges in memory, how many vertices there are. Default: as many as the edges name.
     reverse : bool
         Let the list of a vertex have the sources of edges that end there, from which samplers of
-        PyG take messages, not the targets of those that begin there.
+        PyG take messages, not the targets of those that begin there. The edges of a file are then
+        stored as they are, unless `symmetric` is given.
 
     Returns
     -------
@@ -116,7 +117,11 @@ def load(
             return found
         return order.by_degree(found, folder, memory_bytes=memory_bytes)
     if path is not None and vertices is not None:
-        raise ArgumentError("vertices= is for edges in memory: a file says it itself")
+        raise ArgumentError(
+            "vertices= is for edges in memory: a graph from a file has those that it names"
+        )
+    if reverse and symmetric is None:
+        symmetric = False
     source = (
         source_of(what, edge_factor=edge_factor, seed=seed, symmetric=symmetric)
         if path is not None

@@ -49,10 +49,10 @@ class Deferral:
         self._list = 0 if volume.misses is None else volume.misses.address
         self._asked = config.current("drain_blocks").drain_blocks
         self._line_bytes = volume.cache.line_bytes
-        ways = "in place", "host threads", "disk"
-        self._blocks = dict.fromkeys(ways, self._asked if self._list else 0)
+        routes = "in place", "host threads", "disk"
+        self._blocks = dict.fromkeys(routes, self._asked if self._list else 0)
         if self._list and self._asked < 0:
-            self._blocks = {way: _drain_blocks(service, way) for way in ways}
+            self._blocks = {route: _drain_blocks(service, route) for route in routes}
 
     @property
     def blocks(self) -> int:
@@ -86,15 +86,15 @@ class Deferral:
         return self._list, _native.launch_number(), blocks, bundle
 
 
-def _drain_blocks(service: Service, way: str) -> int:
+def _drain_blocks(service: Service, route: str) -> int:
     if not service.makes_warps_wait:
         return 0
-    if way == "in place":
+    if route == "in place":
         return _BLOCKS_IN_PLACE
     queues = service.queues
     slots = queues.count * queues.depth
     wanted = _BLOCKS_OF_A_NAMESPACE * service.namespace_count
-    if way != "disk":
+    if route != "disk":
         wanted = max(_BLOCKS, wanted)
     # More lines than the rings have slots are never in flight.
     return max(1, min(wanted, -(-slots // _LINES_OF_A_BLOCK), _BLOCKS_MAX))
