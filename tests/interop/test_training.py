@@ -421,14 +421,6 @@ def test_record_says_whether_rows_change(tmp_path):
     assert optimizer.checkpoint() is None
     assert Record.read(path) == Record("adam", ROWS, 4, 12, 3, changing=False)
     np.testing.assert_array_equal(np.load(path), module.array[...])
-    train(module, optimizer, range(3, 4))
-    module.close()
-
-    module = reopened(path, 4)
-    with pytest.raises(errors.CheckpointError, match=r"after step 3.*restore_table") as refused:
-        Adam(module)
-    assert refused.value.step == 3
-    assert next(iter(Adam(module, accept_newer=True).state.values()))["step"] == 3
     module.close()
 
 
@@ -544,7 +536,8 @@ def test_killed_training_goes_on_from_its_last_checkpoint(tmp_path, delay_ms):
 
     if record.changing:
         module = reopened(path, 12)
-        with pytest.raises(errors.CheckpointError):
+        killed = rf"was killed, or was closed after .*after step {record.step}, and how many"
+        with pytest.raises(errors.CheckpointError, match=killed):
             Adagrad(module)
         module.close()
     last = tmp_path / "c" / made[-1] / "0-t.npy"

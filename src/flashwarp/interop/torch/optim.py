@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.config import flag
 from flashwarp.errors import (
@@ -32,6 +33,7 @@ from flashwarp.interop.torch.steps import (
 )
 from flashwarp.storage import files
 from flashwarp.table import checkpoint
+from flashwarp.table.progress import Progress, settle
 from flashwarp.table.record import Record
 from flashwarp.table.update import RULES, Gradients, Rates, RowUpdate, Rule
 
@@ -67,7 +69,8 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         super().__init__(ready, defaults)
         self._complete = True
         for param, table in self._tables.items():
-            step = 0 if table.record is None else table.record.step
+            record = table.progress.record
+            step = 0 if record is None else record.step
             self.state[param]["step"] = self._on_device(table, torch.tensor(step))
             _owners[table.module.array] = weakref.ref(self)
 
@@ -86,10 +89,11 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         path = array._attachment.storage.path
         # The process may change its folder later.
         path = os.path.realpath(path) if path else None
+        settle(array._attachment)
         record = None if path is None else Record.read(path)
         if path is not None:
             self._check_record(path, record, array.shape, dim, accept_newer)
-        return Trained(module, update, path, record)
+        return Trained(module, update, Progress(array._attachment, path, record))
 
     def _check_record(
         self,
@@ -118,13 +122,22 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 f"{record.dim} of them weights; the module has {shape[0]} of {shape[1]}, {dim}",
                 record.step,
             )
-        if record.changing and not accept_newer:
+        if not record.changing:
+            return
+        if not accept_newer:
             raise CheckpointError(
-                f"{path} was being trained when its process ended: some rows are newer than its "
-                f"last checkpoint, after step {record.step}. Restore it by "
-                "flashwarp.torch.restore_table, or go on with it by accept_newer=True",
+                f"{path} was being trained when its process was killed, or was closed after a "
+                "step or a flush that failed: some rows are newer than its last checkpoint, after "
+                f"step {record.step}, and how many steps followed is lost. Restore it by "
+                "flashwarp.torch.restore_table, or go on with it from that step by "
+                "accept_newer=True",
                 record.step,
             )
+        warnings.warn(
+            f"the training of {path} goes on from step {record.step}, that of its last checkpoint, "
+            "but weights, moments and other state of its rows may be of later steps",
+            stacklevel=5,  # who has made the optimizer
+        )
 
     # Steps.
 
@@ -173,7 +186,9 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Gradients of the same row are added up first. On a GPU the call waits for nothing, works in
         the order of torch's current stream, and can be captured in a CUDA graph; a learning rate
         that is a tensor may then change between replays. The first step after a checkpoint blocks
-        for two fsyncs, to mark the record beside each table.
+        for two fsyncs, to mark the record beside each table. Closing the array, or the end of the
+        program, flushes the table and writes the present step to the record, as `checkpoint` does
+        without a folder: unless a step was under way or has failed, or a CUDA graph may replay one.
         """
         if closure is not None and not callable(closure):
             raise ArgumentError(f"closure={closure!r} cannot be called: give a function, or None")
@@ -194,22 +209,34 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             check_pending(table)
         captures = [capture_of_step(table, group["lr"]) for table, group, _ in updates]
         self._captured = self._captured or any(each is not None for each in captures)
+        locks = [table.progress.lock for table, _, _ in updates]
+        endings.holding(locks, functools.partial(self._update_all, updates))
+        return loss
+
+    def _update_all(self, updates: list[tuple[Trained, dict[str, Any], dict[str, Any]]]) -> None:
+        for table, _, state in updates:
+            table.progress.step = state["step"]
+            table.progress.mark()
+        # A step that failed before stays noted until the next checkpoint.
+        whole = [table.progress for table, _, _ in updates if not table.progress.failed]
+        for progress in whole:
+            progress.failed = True
         for update in updates:
             self._update(*update)
-        return loss
+        for progress in whole:
+            progress.failed = False
 
     def _check_owner(self) -> None:
         for table in self._tables.values():
             owner = _owners.get(table.module.array)
             if owner is None or owner() is not self:
                 raise ArgumentError(
-                    f"a newer optimizer trains the table {table.path or 'in memory'}, and both "
-                    "would apply the same gradients: use the newer one"
+                    f"a newer optimizer trains the table {table.progress.path or 'in memory'}, and "
+                    "both would apply the same gradients: use the newer one"
                 )
 
     def _update(self, table: Trained, group: dict[str, Any], state: dict[str, Any]) -> None:
         ids, values = joined(table)
-        self._mark(table)
         state["step"].add_(1)
         count = ids.numel()
         if count == 0:
@@ -241,13 +268,6 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         decay = rate * group.get("weight_decay", 0.0)
         rates = Rates(rate, scale=address, decay=decay, **self._rates(group))
         table.update.launch(step, rates, stream)
-
-    def _mark(self, table: Trained) -> None:
-        """Say in the record, before any row can reach the file, that rows may be newer."""
-        if table.marked or table.path is None or table.record is None:
-            return
-        replace(table.record, changing=True).write(table.path)
-        table.marked = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - as torch names it
         """Forget the gradients that `backward` has noted."""
@@ -307,31 +327,29 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             folder = files.check_name(folder)
         if folder is None and extra is not None:
             raise ArgumentError("extra= is saved in a folder: give folder= too")
-        if folder is not None and not all(
-            table.path is not None and table.record is not None for table in self._tables.values()
-        ):
+        progresses = [table.progress for table in self._tables.values()]
+        if folder is not None and not all(each.path and each.record for each in progresses):
             raise ArgumentError(
                 "a table without a record is copied by nobody: make it by create_table, or call "
                 "checkpoint() without a folder"
             )
         for table in self._tables.values():
             table.module.array.flush()
-        saved, records = [], []
+        saved = []
         for param, table in self._tables.items():
-            if table.path is None or table.record is None:
-                continue
-            now = replace(table.record, step=int(self.state[param]["step"]), changing=False)
-            saved.append(checkpoint.Table(table.path, now))
-            records.append((table, table.path, now))
+            table.progress.step = self.state[param]["step"]
+            if table.progress.path and table.progress.record:
+                now = checkpoint.Table(table.progress.path, table.progress.now())
+                saved.append((table.progress, now))
         made = None
         if folder is not None:
             write = None if extra is None else functools.partial(save_extra, extra)
-            newest = max(each.record.step for each in saved)
-            made = checkpoint.save(folder, newest, saved, write)
+            tables = [now for _, now in saved]
+            newest = max(each.record.step for each in tables)
+            made = checkpoint.save(folder, newest, tables, write)
         changing = self._captured and not last
-        for table, path, now in records:
-            replace(now, changing=changing).write(path)
-            table.record, table.marked = now, changing
+        for progress, now in saved:
+            progress.note(now.record, changing)
         return made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -396,7 +414,8 @@ class SGD(_TableOptimizer):
     weight_decay : float
         Times `lr`, the part of a weight that goes in each step. Rows that a step does not use stay.
     accept_newer : bool
-        Go on with a table whose process ended between checkpoints.
+        Go on with a table whose process was killed between checkpoints, from the step of the last
+        one; a warning names it.
 
     Raises
     ------

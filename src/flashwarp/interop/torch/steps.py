@@ -16,7 +16,7 @@ from flashwarp.config import number
 from flashwarp.errors import ArgumentError, CaptureError, DtypeError, IndexDtypeError
 from flashwarp.interop.torch.gradients import capture_of
 from flashwarp.interop.torch.operators import check_plain
-from flashwarp.table.record import Record
+from flashwarp.table.progress import Progress
 from flashwarp.table.update import RowUpdate
 
 # What a float32 can be; rates are such.
@@ -27,13 +27,11 @@ _GROUP_KEYS = frozenset({"tables", "initial_lr"})
 
 @dataclass(eq=False)
 class Trained:
-    """A table: its module, its updates, its file, and what the record beside the file says."""
+    """A table: its module, its updates, and how far it is trained."""
 
     module: torch.nn.Module
     update: RowUpdate
-    path: str | None
-    record: Record | None
-    marked: bool = False  # the record says that rows change
+    progress: Progress
 
 
 def _several(tables: object) -> list[object]:
