@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from checkpoint.faults import Opener
-from flashwarp.errors import ArgumentError, CheckpointError, DtypeError
+from flashwarp.errors import ArgumentError, CheckpointError, CopyError, DtypeError
 
 torch = pytest.importorskip("torch")
+fwt = pytest.importorskip("flashwarp.torch")
 
 
 @pytest.mark.parametrize(
@@ -240,3 +242,35 @@ def test_a_state_that_is_refused_says_what_is_filled(opened: Opener) -> None:
     assert "'optimizer' has refused" in caught.value.__notes__[0]
     with pytest.raises(ArgumentError, match="into= takes arrays"):
         checkpointer.restart(0, into={"optimizer": np.zeros(3, np.uint8)})
+
+
+def test_a_state_without_the_rows_of_a_trained_table_is_refused(
+    opened: Opener, tmp_path: Path
+) -> None:
+    """A restart brought the dense part back, and not the rows."""
+    checkpointer = opened()
+    fwt.create_table(tmp_path / "t.npy", 8, 4, optimizer="adam")
+    with fwt.Embedding(tmp_path / "t.npy", mode="r+", dim=4, device="cpu") as table:
+        dense = torch.nn.Linear(4, 1)
+        model = torch.nn.ModuleDict({"dense": dense, "sparse": torch.nn.Sequential(table)})
+        optimizer = fwt.Adam(table)
+        for source, path in [
+            (model, "m/sparse.0"),
+            (table, "m"),
+            (optimizer, "m"),
+            (model.state_dict(), "m/sparse.0"),
+            ({"all": [{"model": model.state_dict()}]}, "m/all.0.model.sparse.0"),
+            ({"optimizer": optimizer.state_dict()}, "m/optimizer"),
+        ]:
+            with pytest.raises(CopyError, match=rf"'{path}' belongs to a table in training.*dense"):
+                checkpointer.protect("m", source)
+
+        checkpointer.protect("dense", dense)
+        table.requires_grad_(False)
+        checkpointer.protect("frozen", model)
+        checkpointer.checkpoint(0)
+        table.requires_grad_()
+        with pytest.raises(CopyError, match=r"'frozen/sparse.0' belongs"):
+            checkpointer.checkpoint(1)
+    with fwt.Embedding(tmp_path / "t.npy", dim=4, device="cpu") as table:
+        checkpointer.protect("read", torch.nn.Sequential(table))

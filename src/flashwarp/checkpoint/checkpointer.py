@@ -193,6 +193,8 @@ class Checkpointer(endings.Closing):
         ArgumentError, DtypeError
             If it is no array without gaps, on another device, or a state with something that only
             pickle could store; the error names it.
+        CopyError
+            If a state has a table of `flashwarp.torch` in training, whose rows it lacks.
         """
         with self._core.locked():
             self._core.check_usable()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from flashwarp.checkpoint.region import REGION_NAME_BYTES_MAX, numpy_dtype
-from flashwarp.errors import ArgumentError, DtypeError
+from flashwarp.errors import ArgumentError, CopyError, DtypeError
 
 _FORMAT = 1
 _DEPTH_MAX = 100
@@ -99,6 +99,32 @@ class Encoder:
             while wanted in self.tensors:
                 wanted += "+"
         return wanted
+
+
+def note_rows(metadata: dict[str, Any]) -> None:
+    """Note, in the metadata of a part of a state dict, that its rows lie in a file of their own."""
+    metadata["flashwarp_rows"] = True
+
+
+def check_rows(state: object, shown: str, name: str = "") -> None:
+    """Raise CopyError if a state, or one inside of it, lacks rows of a table in training.
+
+    `shown` stands before names in the error, as in `Encoder`.
+    """
+    if not isinstance(state, Mapping | list | tuple):
+        return
+    for path, metadata in (getattr(state, "_metadata", None) or {}).items():
+        if "flashwarp_rows" in metadata:
+            where = shown + (_below(name, path) if path else name)
+            raise CopyError(
+                f"{where.removesuffix('/')!r} belongs to a table in training, whose "
+                "rows lie in its own file and would not go back with this state: save the table by "
+                "checkpoint(folder, extra=) of its optimizer, and restore both, or protect the "
+                "dense parts of the model by themselves. A module whose rows stay as they are "
+                "passes after requires_grad_(False)"
+            )
+    for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+        check_rows(value, shown, _below(name, key))
 
 
 def _of_numpy(thing: Any, name: str) -> torch.Tensor:

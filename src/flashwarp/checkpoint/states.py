@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from flashwarp.checkpoint.capture import Bytes, describe, region_of
-from flashwarp.checkpoint.nested import Decoder, Encoder, torch_dtype
+from flashwarp.checkpoint.nested import Decoder, Encoder, check_rows, torch_dtype
 from flashwarp.checkpoint.region import Region
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, CheckpointError
@@ -35,7 +35,10 @@ class State:
 
     def _encoded(self) -> tuple[Any, dict[str, torch.Tensor]]:
         encoder = Encoder(f"{self.name}/", f"{self.name}/")
-        return encoder.text(self._present()), encoder.tensors
+        state = self._present()
+        text = encoder.text(state)
+        check_rows(state, f"{self.name}/")
+        return text, encoder.tensors
 
     def collect(self) -> list[Bytes]:
         """Return the present bytes of its regions."""

@@ -14,6 +14,7 @@ import torch
 
 from flashwarp.array.array import Array
 from flashwarp.array.opening import open as open_array
+from flashwarp.checkpoint.nested import note_rows
 from flashwarp.config import choice, flag, integer
 from flashwarp.device import Device, stream_handle
 from flashwarp.errors import ArgumentError, CopyError, DtypeError, ReadOnlyError
@@ -229,6 +230,11 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
             raise self._not_copied("a class of yours may have more than its table")
         options = {**self._options, "scales": self.scales}
         return _opened_again, (type(self), self.array, options, self.training)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._trains and hasattr(destination, "_metadata"):
+            note_rows(destination._metadata[prefix[:-1]])
 
     def _not_copied(self, why: str) -> CopyError:
         return CopyError(

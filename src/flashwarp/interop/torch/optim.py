@@ -6,6 +6,7 @@ import functools
 import os
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from flashwarp import endings
 from flashwarp.array.array import Array
+from flashwarp.checkpoint.nested import note_rows
 from flashwarp.config import flag
 from flashwarp.errors import (
     ArgumentError,
@@ -357,6 +359,14 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._complete:
             raise ArgumentError("tables are given when the optimizer is made, not added later")
         super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return learning rates and the number of steps. The rows' state is in the table."""
+        state: Any = OrderedDict(super().state_dict())
+        state._metadata = {"": {}}  # as that of modules, which have it for what they lack
+        note_rows(state._metadata[""])
+        found: dict[str, Any] = state
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load learning rates and the number of steps. The rows' state is in the table.
