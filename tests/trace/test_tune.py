@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,61 @@ def test_a_choice_is_printed_stored_and_used(
     told = capsys.readouterr().out
     assert "the choice, predicted" in told
     assert "the choice, measured" in told
+    assert told.lstrip().startswith(("chosen: cache ", "the defaults stay: no candidate was "))
+    assert not {"None", "target", "checked"} & set(re.findall(r"\w+", told))
     profile = f"{table}.profile.json"
     assert profile in told
     with fw.open(table, device="cpu", profile=profile) as x:
         assert x.cache.capacity <= 64 << 10
         assert x[3, 5] == 3 * 64 + 5
+
+
+@pytest.mark.parametrize("gain", [0.51, 1.5])
+def test_the_verdict_comes_first_whether_or_not_a_candidate_gained(
+    table: Path, monkeypatch: pytest.MonkeyPatch, gain: float
+) -> None:
+    def rate(_: object, profile: Profile) -> float:
+        return 100.0 if profile.cache is None and profile.line is None else 100.0 * gain
+
+    monkeypatch.setattr(tune._Runs, "rows_per_s", rate)
+
+    chosen, report = tune.tune(table)
+
+    stays = "the defaults stay: no candidate was 3 % faster when measured (best: cache "
+    assert report.title.startswith("chosen: cache " if gain > 1 else stays)
+    assert f"measured {gain:.2f}" in report.title
+    assert (chosen.cache is None) == (gain < 1)
+
+
+def test_the_line_that_fits_a_row_is_a_candidate_of_its_own(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rate(_: object, profile: Profile) -> float:
+        return 200.0 if profile.cache is None and profile.line == 512 else 100.0
+
+    monkeypatch.setattr(tune._Runs, "rows_per_s", rate)
+
+    chosen, report = tune.tune(table)
+
+    assert (chosen.cache, chosen.line) == (None, 512)
+    assert report.title == "chosen: line 512 B: measured 2.00 times the rows/s of the defaults"
+
+
+def test_raw_files_and_tensors_take_the_options_of_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.arange(512 * 64, dtype="f4").tofile(tmp_path / "x.raw")
+
+    run(["tune", str(tmp_path / "x.raw"), "--dtype", "float32", "--shape", "512,64"])
+
+    assert "dtype='float32', shape=(512, 64), profile=" in capsys.readouterr().out
+    profile = tmp_path / "x.raw.profile.json"
+    with fw.open(
+        tmp_path / "x.raw", dtype="float32", shape=(512, 64), device="cpu", profile=profile
+    ) as x:
+        assert x[3, 5] == 3 * 64 + 5
+    with pytest.raises(SystemExit):
+        run(["tune", str(tmp_path / "x.raw"), "--shape", "512,x"])
 
 
 def test_costs_decide_line_route_and_size() -> None:

@@ -13,11 +13,14 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
     """Give `parser` its options."""
     parser.description = (
         "Choose cache, line, policy, route and threads for a file, by a trace of it or by random "
-        "rows; print the predicted and the measured gain; and store a profile, for "
+        "rows; print the choice, its predicted and its measured gain; and store a profile, for "
         "fw.open(PATH, profile=PROFILE). Only reads the file."
     )
     parser.set_defaults(run=_run)
-    parser.add_argument("path", type=Path, help="What fw.open opens by its path alone.")
+    parser.add_argument("path", type=Path, help="As for fw.open.")
+    parser.add_argument("--dtype", help="Of a raw file, such as float32.")
+    parser.add_argument("--shape", type=shape, help="Of a raw file, such as 1000,64.")
+    parser.add_argument("--tensor", help="Name of a tensor in a safetensors file.")
     parser.add_argument("--trace", type=Path, help="Of `flashwarp.trace.record`; else random rows.")
     parser.add_argument("--cache-max", default="", help="Most bytes of cache; default as `auto`.")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N.")
@@ -33,18 +36,25 @@ def _run(options: argparse.Namespace) -> None:
     from flashwarp.trace import Trace
     from flashwarp.trace.tune import tune
 
-    chosen, report = tune(
+    names = ("dtype", "shape", "tensor")
+    opening = {name: each for name in names if (each := getattr(options, name)) is not None}
+    _, report = tune(
         options.path,
         None if options.trace is None else Trace.load(options.trace),
         device=options.device,
         cache_max=parse_bytes(options.cache_max, "--cache-max") if options.cache_max else None,
         accesses=options.accesses,
         call_rows=options.rows,
+        **opening,
     )
     report.show()
     output = options.output or Path(f"{options.path}.profile.json")
     report.save(output)
-    kept = ("cache", "line", "policy", "o_direct", "threads")
-    told = ", ".join(f"{name}={getattr(chosen, name)!r}" for name in kept)
-    print(f"\n{told if chosen.cache is not None else 'nothing beats the defaults'}")
-    print(f"stored in {output}: fw.open({str(options.path)!r}, profile={str(output)!r})")
+    opening |= {"profile": str(output)}
+    told = ", ".join(f"{name}={each!r}" for name, each in opening.items())
+    print(f"\nstored in {output}: fw.open({str(options.path)!r}, {told})")
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Convert the value of an option to the lengths of axes."""
+    return tuple(map(int, text.split(",")))

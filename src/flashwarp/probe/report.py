@@ -139,7 +139,8 @@ class Report:
                     *[row.paper] * papers,
                 ]
             )
-        print(f"\n{self.title}\n{aligned(cells)}")
+        full = [column for column in zip(*cells, strict=True) if any(column[1:])]
+        print(f"\n{self.title}\n{aligned([*zip(*full, strict=True)])}")
         for row in self.rows:
             if row.note:
                 print(f"{row.name}: {row.note}")
