@@ -488,8 +488,8 @@ static intptr_t foreign_stream;
 void fake_foreign(intptr_t stream) { foreign_stream = stream; }
 static CUresult check_stream(void* stream) {
   const intptr_t handle = (intptr_t)stream;
-  const int known = handle == 1 || (handle % 256 == 0x57 && handle / 256 - 256 < streams);
-  return known ? kSuccess : 400;
+  const int made = handle % 256 == 0x57 && handle / 256 - 256 < streams;
+  return made || handle == 0 || handle == 1 ? kSuccess : 400;
 }
 CUresult cuStreamGetCtx(void* stream, void** context) {
   ENTER;
@@ -499,7 +499,8 @@ CUresult cuStreamGetCtx(void* stream, void** context) {
 }
 static intptr_t pending_stream;
 static int is_busy(const void* stream) {
-  return busy || held_stream == (intptr_t)stream || pending_stream == (intptr_t)stream;
+  const intptr_t one = (intptr_t)stream;
+  return busy || (one != 0 && (held_stream == one || pending_stream == one));
 }
 // Another stream that stays busy; 0: none does.
 void fake_pend(intptr_t stream) { pending_stream = stream; }
@@ -588,6 +589,9 @@ static uint64_t begins_at(void) {
   if ((delay_state >> 62) != 0) return 0;
   return now_ns() + (delay_state >> 33) % delay_ns;
 }
+// The stream of work that is done. 0 is a stream, too.
+static void* const kDone = (void*)-1;
+
 // Whether a stream has work left of what was queued before `end`.
 static int has_work(const void* stream, uint64_t end) {
   for (uint64_t i = work_first; i < end; ++i)
@@ -637,15 +641,15 @@ static void do_work(struct work* work) {
 // kernel waits for, such as the interpreter.
 static int do_works(int kernels) {
   pthread_mutex_lock(&works_lock);
-  while (work_first < work_count && work_at(work_first)->stream == NULL) ++work_first;
+  while (work_first < work_count && work_at(work_first)->stream == kDone) ++work_first;
   for (uint64_t i = work_first; i < work_count; ++i) {
     struct work* work = work_at(i);
-    if (work->stream == NULL || work->begun || has_work(work->stream, i) || !can_do(work)) continue;
+    if (work->stream == kDone || work->begun || has_work(work->stream, i) || !can_do(work)) continue;
     if (work->kind == kKernel && !kernels) continue;
     do_work(work);
-    work->stream = NULL;
+    work->stream = kDone;
     // Others may wait for it.
-    while (work_first < work_count && work_at(work_first)->stream == NULL) ++work_first;
+    while (work_first < work_count && work_at(work_first)->stream == kDone) ++work_first;
     i = work_first - 1;
   }
   const int left = work_first < work_count;
