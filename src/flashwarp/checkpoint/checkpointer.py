@@ -166,8 +166,8 @@ class Checkpointer(endings.Closing):
         self._restarts = Restarts(self._system, self._lookup, self._stager, self._regions)
         self._durability = Durability(self._core, self.path, self._system.remote)
         self._held = endings.Holder(self)
-        endings.remember(self._held)
         self._counted = counting.enter(self.device, partial(report.counts_of, self._core))
+        endings.remember(self._held)
 
     # Regions.
 

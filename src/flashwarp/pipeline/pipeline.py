@@ -22,6 +22,7 @@ from flashwarp.device import CudaDevice, stream_handle
 from flashwarp.errors import ArgumentError, DeviceTimeout, FlashwarpError, ReadOnlyError
 from flashwarp.explanation import Explanation
 from flashwarp.launch.operands import Index
+from flashwarp.observing import counting
 from flashwarp.observing.ranges import marked
 from flashwarp.pipeline.buffers import Buffers, imported, library_of
 from flashwarp.pipeline.choice import choose_route
@@ -574,6 +575,8 @@ def _raise_first(failures: list[BaseException]) -> None:
 class _Entry(endings.Holder):
     """The pipeline in the registry of what is open, and among what stands on its array."""
 
+    _counted: counting.Entry | None = None
+
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__(pipeline.array)
         self._thing = weakref.ref(pipeline)
@@ -582,13 +585,14 @@ class _Entry(endings.Holder):
         self._dependents = pipeline.array._attachment.dependents
 
     def enter(self) -> None:
+        self._counted = self._stats.counted(self.device)
         endings.remember(self)
         self._dependents.append(self)
-        self._counted = self._stats.counted(self.device)
 
     def leave(self) -> None:
         endings.forget(self)
-        self._counted.leave()
+        if self._counted is not None:
+            self._counted.leave()
         self._dependents[:] = [each for each in self._dependents if each is not self]
 
     def close(self) -> BaseException | None:
