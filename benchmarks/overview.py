@@ -81,7 +81,7 @@ _SOURCES = (
         "copy engine",
     ),
     _Source(
-        "Save a state, with GPU memory set aside for it: until training goes on",
+        "Save a state into spare GPU memory: until training goes on",
         "checkpoints_states_h200",
         "a state saved, with room in the GPU cache",
         "dcp.async_save, a process and pinned memory",
