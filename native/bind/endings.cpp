@@ -274,8 +274,14 @@ void free_guard(PyObject* self) {
   Py_DECREF(type);
 }
 
-// The end of a `with` statement. A Python function looks for signals before its first line, so a
-// handler could raise there, and nothing would be closed.
+// The ends of a `with` statement. A Python function looks for signals before its first line. If a
+// handler raised there at the begin, the frame would keep the thing, open, until others that it
+// stands on have been closed; at the end, nothing would be closed.
+PyObject* enter_closing(PyObject* self, PyObject*) {
+  Py_INCREF(self);
+  return self;
+}
+
 PyObject* leave_closing(PyObject* self, PyObject*) {
   PyObject* closed = call_method(self, "close");
   if (closed != nullptr) {
@@ -321,13 +327,14 @@ nb::object held_type() {
   return held;
 }
 
-// `Leaving`, the base of what a `with` statement closes; see `flashwarp.endings.Closing`.
-nb::object leaving_type() {
+// `Scoped`, the base of what a `with` statement closes; see `flashwarp.endings.Scoped`.
+nb::object scoped_type() {
   static PyMethodDef methods[] = {
+      {"__enter__", &enter_closing, METH_NOARGS, "Return the object."},
       {"__exit__", &leave_closing, METH_VARARGS, "Close, also if a signal handler raises first."},
       {nullptr, nullptr, 0, nullptr}};
   static PyType_Slot slots[] = {{Py_tp_methods, methods}, {0, nullptr}};
-  static PyType_Spec spec = {"flashwarp._native.Leaving", sizeof(PyObject), 0,
+  static PyType_Spec spec = {"flashwarp._native.Scoped", sizeof(PyObject), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
   return nb::steal(make_type(spec));
 }
@@ -347,5 +354,5 @@ PyMethodDef methods[] = {
 void bind_endings(nb::module_& m) {
   if (PyModule_AddFunctions(m.ptr(), methods) != 0) throw nb::python_error();
   m.attr("Held") = held_type();
-  m.attr("Leaving") = leaving_type();
+  m.attr("Scoped") = scoped_type();
 }

@@ -384,23 +384,21 @@ class NotCopied:
         )
 
 
-class Closing(_native.Leaving, NotCopied):
-    """Base of objects that must be closed; a ``with`` statement closes them at its end.
-
-    It closes them wherever a signal handler raises: the first time at least.
-    """
+class Scoped(_native.Scoped):
+    """Base of what a ``with`` statement closes, wherever a signal handler raises for once."""
 
     def close(self) -> None:
         """Release everything. May be called twice."""
         raise NotImplementedError
 
-    def __enter__(self) -> Self:
-        return self
-
     def _end_interrupted(self, error: BaseException) -> None:
         """End what `close` has left at the end of a ``with`` statement, when it raised this."""
         if not isinstance(error, FlashwarpError):  # of a handler, perhaps before the first line
             self.close()
+
+
+class Closing(Scoped, NotCopied):
+    """Base of objects that must be closed; a ``with`` statement closes them at its end."""
 
 
 class OfProcess(Closing):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -140,6 +142,37 @@ def test_cache_closes_behind_the_thread_that_closes_a_lost_array(
             held.clear()
         cache.close()
     assert (np.load("rows.npy")[:8] == 2 * ROWS[:8]).all()
+
+
+def test_statement_begins_wherever_a_signal_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("rows.npy", ROWS)
+    begun = []
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "__enter__":
+            raise KeyboardInterrupt
+
+    def use(cache: fw.Cache) -> None:
+        x = fw.open("rows.npy", "r+", cache=cache)
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            with x:
+                begun.append(x)
+                raise KeyboardInterrupt
+        finally:
+            sys.settrace(before)
+
+    with (
+        fw.Cache("16 KiB", device="cpu", line=512) as cache,
+        pytest.raises(KeyboardInterrupt) as raised,
+    ):
+        use(cache)
+    assert begun
+    assert raised.tb is not None  # it holds its frames until here
 
 
 @pytest.mark.parametrize(
