@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import torch
 
+from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.array.opening import open as open_array
 from flashwarp.checkpoint.nested import note_rows
@@ -50,7 +51,7 @@ _TYPES = {
 }
 
 
-class _TableModule(torch.nn.Module):  # type: ignore[misc]
+class _TableModule(endings.Scoped, torch.nn.Module):  # type: ignore[misc]
     """What both modules have in common: a table, and who closes it."""
 
     _pooling = Pooling.NONE
@@ -241,12 +242,6 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
             f"a module over {self.array!r} cannot be copied or pickled ({why}): save the "
             "state_dict of the model, which has no rows, and open the table again where you need it"
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def extra_repr(self) -> str:
         """Describe the table in the module's representation."""
