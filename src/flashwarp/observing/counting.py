@@ -72,12 +72,12 @@ class Entry:
         self.look()
         with self._lock:
             self._read = None
-        _entries.pop(id(self), None)
+        _entries.discard(self)
 
 
 _lock = endings.Lock()
 _sums: dict[Key, Counter[str]] = {}
-_entries: dict[int, Entry] = {}
+_entries: set[Entry] = set()
 _since = time.monotonic()
 _streams: weakref.WeakKeyDictionary[Device, OwnedStream] = weakref.WeakKeyDictionary()
 
@@ -88,7 +88,7 @@ def enter(device: Device, read: Read) -> Entry:
 
     endpoint.begin(counters)
     entry = Entry(device, read)
-    _entries[id(entry)] = entry
+    _entries.add(entry)
     return entry
 
 
@@ -127,7 +127,7 @@ def counters() -> dict[str, Any]:
     ...     sum(each["open"] for each in fw.observing.counters()["sums"])
     1
     """
-    entries = list(_entries.values())
+    entries = list(_entries)
     for each in entries:
         each.look()
     opened = Counter(key for each in entries for key in each.keys)
