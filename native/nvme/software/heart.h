@@ -29,8 +29,8 @@ class Heart {
   void add(uint32_t* word);
   void remove(uint32_t* word);
 
-  // Calls `look`, which must not block, every few milliseconds until `unwatch`. Each word that was
-  // added may have one.
+  // Calls `look`, which must not block, every few milliseconds until `unwatch`. Whoever watches has
+  // added a word, and removes it later.
   void watch(const void* who, std::function<void()> look);
   void unwatch(const void* who);
 
