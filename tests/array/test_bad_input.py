@@ -148,6 +148,9 @@ def test_raw_file_with_a_rest(tmp_path: Path) -> None:
         fw.open(tmp_path / "raw", dtype="f8", shape=126, device="cpu")
     with pytest.raises(ArgumentError, match="give its dtype"):
         fw.open(tmp_path / "raw", device="cpu")
+    (tmp_path / "rows.safetensors").touch()
+    with pytest.raises(FileFormatError, match=r"rows\.safetensors is empty"):
+        fw.open(tmp_path / "rows.safetensors", device="cpu")
 
 
 def test_npy_that_contradicts_the_caller(path: Path) -> None:

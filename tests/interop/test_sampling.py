@@ -300,9 +300,15 @@ def test_seeds_of_other_shapes(sampler, seeds):
         sampler.sample(seeds)
 
 
-@pytest.mark.parametrize("fanouts", [(), 5, (0,), (-2,), (1025,), (2.5,), "no"])
-def test_fanouts_that_make_no_sense(graph, fanouts):
-    with pytest.raises(ArgumentError):
+@pytest.mark.parametrize(
+    ("fanouts", "message"),
+    [
+        ((), "empty"), (5, "no sequence"), ((0,), "between 1 and 1024, nor -1"), ((-2,), "=-2"),
+        ((1025,), "between 1 and 1024"), ((2.5,), "not an integer"), ("no", "not an integer"),
+    ],
+)  # fmt: skip
+def test_fanouts_that_make_no_sense(graph, fanouts, message):
+    with pytest.raises(ArgumentError, match=message):
         fw.torch.NeighborSampler(graph, fanouts, device="cpu")
 
 

@@ -189,6 +189,11 @@ def test_bad_arguments_of_compile_are_refused(how: dict[str, Any]) -> None:
         fw.compile(**{"source": "", "device": "cpu", **how})
 
 
+def test_name_of_a_file_is_no_code() -> None:
+    with pytest.raises(ArgumentError, match=r"give pathlib\.Path\('kernel\.cu'\)"):
+        fw.compile("kernel.cu", "cpu")
+
+
 def test_closed_device_compiles_and_launches_nothing() -> None:
     device = CpuDevice(1)
     program = fw.compile('#include "flashwarp/array.cuh"\nFW_KERNEL k(int*) {}\n', device)

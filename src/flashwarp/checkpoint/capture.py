@@ -145,7 +145,7 @@ def _view(name: str, array: object, device: Device) -> tuple[str, ArrayView]:
     if array is None or isinstance(array, str | bytes | int | float | complex | Mapping | list):
         raise ArgumentError(
             f"region {name!r} is of type {type(array).__name__}: protect an array, whose memory "
-            "can be filled again, or a callable that returns one"
+            "can be filled again, a dict that has it, or a callable that returns an array"
         )
     stream = device.default_stream() if device.kind == "cuda" else None
     try:

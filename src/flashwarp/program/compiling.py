@@ -133,6 +133,10 @@ def _source(source: str | Path) -> Source:
         raise ArgumentError(
             f"the source is a str with the code or a pathlib.Path, not {type(source).__name__}"
         )
+    if source.endswith((".cu", ".cuh", ".cpp")) and "\n" not in source:
+        raise ArgumentError(
+            f"the source {source!r} is code: for a file give pathlib.Path({source!r})"
+        )
     return Source("program.cu", source.encode())
 
 

@@ -238,6 +238,8 @@ def _layout_of(
     if found.is_npy or (path.endswith(".npy") and kind is None):
         return _npy_layout(path, kind, shape)
     if kind is None:
+        if not found.nbytes:
+            raise FileFormatError(f"{path} is empty")
         raise ArgumentError(f"{path} is a raw file: give its dtype")
     return found.raw_layout(kind, shape, offset or 0)
 

@@ -502,12 +502,17 @@ def _restored(
 def _fanouts(fanouts: Iterable[int]) -> tuple[int, ...]:
     if isinstance(fanouts, int) or not isinstance(fanouts, Iterable):
         raise ArgumentError(f"fanouts={fanouts!r} is no sequence of integers: one for each hop")
-    found = tuple(
-        _ALL if each == _ALL else integer("a fan-out", each, 1, _FANOUT_MAX) for each in fanouts
-    )
+    found = tuple(_ALL if each == _ALL else _fanout(each) for each in fanouts)
     if not found:
         raise ArgumentError("fanouts are empty: give one for each hop")
     return found
+
+
+def _fanout(each: object) -> int:
+    try:
+        return integer("a fan-out", each, 1, _FANOUT_MAX)
+    except ArgumentError as error:
+        raise ArgumentError(f"{error}, nor -1, which takes all") from None
 
 
 def check_graph(graph: Any) -> None:
