@@ -26,7 +26,7 @@ __all__ = ["main"]
 # Parameters that say how often something is done: at least once.
 _COUNTS = frozenset({"epochs", "loads", "runs", "sources", "steps"})
 
-# The extras of flashwarp that bring what is not called as they are.
+# Which extra of flashwarp brings a package.
 _EXTRAS = {"torch": "torch", "scipy": "graphs", "matplotlib": "plot"}
 
 
