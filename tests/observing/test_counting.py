@@ -22,8 +22,8 @@ def table(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_sums", "_entries"):
-        monkeypatch.setattr(counting, name, {})
+    monkeypatch.setattr(counting, "_sums", {})
+    monkeypatch.setattr(counting, "_entries", set())
 
 
 def sums(kind: str = "array") -> list[dict[str, Any]]:
