@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -64,12 +63,14 @@ def until(done: Callable[[], bool], timeout_s: float) -> float | None:
 @contextlib.contextmanager
 def saying_if_slow(log: logging.Logger, doing: str, *arguments: object) -> Iterator[None]:
     """Log a warning, while the work goes on, once it has taken `SLOW_S`."""
-    timer = threading.Timer(
-        SLOW_S, log.warning, (f"{doing} takes longer than %g s", *arguments, SLOW_S)
-    )
-    timer.daemon = True
-    endings.start(timer)
+    over = endings.Event()
+
+    def say() -> None:
+        if not over.wait(SLOW_S):
+            log.warning(f"{doing} takes longer than %g s", *arguments, SLOW_S)
+
+    endings.Thread(say, "flashwarp slow").start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()

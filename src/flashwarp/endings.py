@@ -15,6 +15,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -122,17 +123,78 @@ class Event(threading.Event):
         self._cond = Condition()
 
 
+class _Waiters(list[Any]):
+    """What the functions of `concurrent.futures` wait by for a future."""
+
+    def append(self, waiter: Any) -> None:
+        """Give the waiter an event of ours: nobody waits for it before it has been entered."""
+        if not isinstance(waiter.event, Event):
+            waiter.event = Event()
+        super().append(waiter)
+
+
 class Future(concurrent.futures.Future[T]):
-    """A future that stays usable if a signal handler raises in its calls."""
+    """A future that stays usable if a signal handler raises in its calls.
+
+    Also in those of `concurrent.futures`, but while they take the locks of their futures: use
+    `wait` instead.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._condition = Condition()
+        self._waiters = _Waiters()
 
 
-def start(thread: threading.Thread) -> None:
-    """Start a thread, as a whole: one that is half started can wait for its starter for ever."""
-    uninterrupted(thread.start)
+def wait(futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None = None) -> bool:
+    """Wait for futures of this module, and return whether all are done."""
+    end = None if timeout is None else time.monotonic() + timeout
+    for future in futures:
+        try:
+            left = None if end is None else max(end - time.monotonic(), 0)
+            concurrent.futures.Future.exception(future, left)
+        except concurrent.futures.CancelledError:
+            continue
+        except TimeoutError:
+            return False
+    return True
+
+
+class Thread(threading.Thread):
+    """A thread that a signal handler leaves whole if it raises in its calls.
+
+    One of `threading` that is half started can wait for its starter for ever. And if a handler
+    raises in its `join`, Python before 3.13 takes it for ended while it runs.
+    """
+
+    def __init__(
+        self, target: Callable[..., object], name: str, *args: object, daemon: bool = True
+    ) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=daemon)
+        self._over = Event()
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        """Start it as a whole; raises RuntimeError if the process can have no more threads."""
+        uninterrupted(super().start)
+
+    def run(self) -> None:
+        """Call the target."""
+        try:
+            super().run()
+        finally:
+            self._over.set()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, for `timeout` seconds at most."""
+        if self.ident is None or self._pid != os.getpid():
+            return
+        if self._over.wait(timeout):
+            uninterrupted(super().join)
+
+    def is_alive(self) -> bool:
+        """Whether it was started, has not ended, and is of this process."""
+        return self.ident is not None and not self._over.is_set() and self._pid == os.getpid()
 
 
 class Pool:
@@ -155,7 +217,7 @@ class Pool:
         lock = Lock()
         self._work, self._room = Condition(lock), Condition(lock)
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._under_way = 0
         self._closed = False
 
@@ -177,7 +239,7 @@ class Pool:
             return False
         if self._under_way >= len(self._threads) < self._most:
             name = f"{self._name}_{len(self._threads)}"
-            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            thread = Thread(self._run, name)
             try:
                 thread.start()
             except RuntimeError:  # the process has no thread left
@@ -310,7 +372,7 @@ class Holder:
             warnings.warn(f"{thing!r} was not closed", ResourceWarning, stacklevel=3)
         finally:  # a warning may be raised as an error
             with contextlib.suppress(RuntimeError):  # no thread: the registry closes it
-                start(threading.Thread(target=self._end, name="flashwarp closing"))
+                Thread(self._end, "flashwarp closing", daemon=False).start()
 
     def _end(self) -> None:
         failure = self.close()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -140,6 +144,76 @@ def test_a_condition_stays_usable_whenever_a_signal_comes(
             pass
         assert is_free(condition)
     assert not condition._waiters
+
+
+def _again(call: Callable[[], object], interrupts: Callable[[float], None], delay_s: float) -> None:
+    """Make a call again and again until a signal comes."""
+    try:
+        interrupts(delay_s)
+        while True:
+            call()
+    except KeyboardInterrupt:
+        pass
+
+
+@pytest.mark.parametrize("call", ["wait", "result", "as_completed"])
+def test_a_future_stays_usable_whenever_a_signal_comes(
+    call: str, interrupts: Callable[[float], None]
+) -> None:
+    draw = random.Random(1)
+    for _ in range(400):
+        future: endings.Future[int] = endings.Future()
+        with ThreadPoolExecutor(1) as other:
+            wait = {
+                "wait": functools.partial(endings.wait, [future], 1e-5),
+                "result": functools.partial(future.exception, 1e-5),
+                # Only its wait: while it takes the locks of its futures, Python leaves them taken.
+                "as_completed": _waiting_by_an_event(future),
+            }[call]
+
+            def quietly(wait: Callable[[], object] = wait) -> None:
+                with contextlib.suppress(TimeoutError):
+                    wait()
+
+            _again(quietly, interrupts, draw.random() * 3e-4 + 1e-6)
+            other.submit(future.set_result, 5).result(WAIT_S)
+        assert endings.wait([future], 0)
+
+
+def _waiting_by_an_event(future: endings.Future[int]) -> Callable[[], object]:
+    waiter = types.SimpleNamespace(event=threading.Event(), add_result=lambda _: None)
+    waiter.add_result = lambda _: waiter.event.set()
+    future._waiters.append(waiter)
+    return lambda: waiter.event.wait(1e-5)
+
+
+def test_waiting_for_futures_says_whether_all_are_done() -> None:
+    futures: list[endings.Future[int]] = [endings.Future() for _ in range(3)]
+    futures[0].set_result(1)
+    futures[1].set_exception(ValueError("is no failure of the wait"))
+
+    assert not endings.wait(futures, 0.01)
+    futures[2].cancel()
+    assert endings.wait(futures)
+
+
+def test_a_thread_lives_until_it_ends_whenever_a_signal_comes(
+    interrupts: Callable[[float], None],
+) -> None:
+    draw = random.Random(1)
+    for look in ("join", "is_alive") * 200:
+        end = threading.Event()
+        thread = endings.Thread(end.wait, "test", WAIT_S)
+        thread.start()
+        call = functools.partial(thread.join, 1e-5) if look == "join" else thread.is_alive
+
+        _again(call, interrupts, draw.random() * 3e-4 + 1e-6)
+
+        alive = thread.is_alive()
+        end.set()
+        thread.join(WAIT_S)
+        assert alive
+        assert not thread.is_alive()
 
 
 def test_a_call_aside_ends_before_the_signal_that_stops_it_comes_out(

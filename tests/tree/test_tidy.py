@@ -302,18 +302,14 @@ def test_only_the_calls_of_the_driver_import_cuda(path: Path) -> None:
 # What a signal handler can leave taken. `flashwarp.endings` has the same without that fault.
 LOST_TO_SIGNALS = {
     *("Lock", "RLock", "Condition", "Event", "Semaphore", "BoundedSemaphore", "Barrier", "Timer"),
-    *("ThreadPoolExecutor", "Queue", "LifoQueue", "PriorityQueue"),
+    *("ThreadPoolExecutor", "Queue", "LifoQueue", "PriorityQueue", "Thread", "as_completed"),
 }
-LOCKS = re.compile(rf"\b({'|'.join(sorted(LOST_TO_SIGNALS))}|start|acquire)\(")
+LOCKS = re.compile(rf"\b({'|'.join(sorted(LOST_TO_SIGNALS))}|acquire|futures\.wait)\(")
 # By file and source: why it is right there.
 MAY_BE_LOST = {
     ("endings.py", "threading.RLock()"): "its type is the base of `Lock`",
     ("endings.py", "threading.Lock()"): "of one wait, and taken and given in one native step",
     ("endings.py", "waiter.acquire()"): "nobody else has it yet",
-    ("endings.py", "thread.start()"): "called where no handler runs",
-    ("in_flight.py", "start()"): "not a thread: called where no handler runs",
-    ("_waiting.py", "threading.Timer"): "nobody waits for its thread, a daemon",
-    ("lease.py", "_keeper.start()"): "not a thread: it starts one, as it should",
 }
 # Programs of their own, which a signal ends.
 ARE_PROGRAMS = {"probe", "testing"}
@@ -323,7 +319,6 @@ def locks_lost_to_signals(text: str) -> Iterator[str]:
     """Yield where a source makes, or takes outside of `with`, what a signal can leave taken."""
     if not LOCKS.search(text):
         return
-    has_threads = "threading.Thread(" in text
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Call):
             continue
@@ -331,13 +326,14 @@ def locks_lost_to_signals(text: str) -> Iterator[str]:
         begin, _, last = name.rpartition(".")
         origin = rf"from (threading|queue|concurrent.*) import .*\b{last}\b"
         ours = not begin and not re.search(origin, text)
-        made = last in LOST_TO_SIGNALS and begin in ("", "threading", "queue") and not ours
-        started = last == "start" and has_threads and not node.args
+        origins = ("", "threading", "queue", "concurrent.futures")
+        made = last in LOST_TO_SIGNALS and begin in origins and not ours
+        waits = name == "concurrent.futures.wait"
         # Other things that are acquired have arguments of their own.
         plain = all(isinstance(each, ast.Constant) for each in node.args)
         taken = bool(begin) and last == "acquire" and plain
-        if made or started or taken:
-            yield name if last == "Timer" else ast.unparse(node)
+        if made or waits or taken:
+            yield ast.unparse(node)
 
 
 @each(python_files)
@@ -357,16 +353,18 @@ lock, ready, threads = threading.RLock(), threading.Event(), ThreadPoolExecutor(
 threading.Thread(target=run).start()
 turn.acquire(blocking=False)
 with lock:
-    endings.start(thread)
+    endings.Thread(run, "name").start()
+concurrent.futures.wait(calls)
 """
 
     found = list(locks_lost_to_signals(source))
 
     assert sorted(found) == [
         "ThreadPoolExecutor(2)",
+        "concurrent.futures.wait(calls)",
         "threading.Event()",
         "threading.RLock()",
-        "threading.Thread(target=run).start()",
+        "threading.Thread(target=run)",
         "turn.acquire(blocking=False)",
     ]
 

@@ -7,11 +7,11 @@ failure: the array raises failures that no caller has observed.
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
+from flashwarp import endings
 from flashwarp._names import renamed
 from flashwarp.endings import NotCopied
 from flashwarp.errors import ForkError
@@ -21,7 +21,7 @@ U = TypeVar("U")
 
 
 @renamed
-class Future(NotCopied, concurrent.futures.Future[T]):
+class Future(NotCopied, endings.Future[T]):
     """The outcome of `Array.gather_async` or `Array.scatter_async`.
 
     Attributes

@@ -163,7 +163,7 @@ class InFlight:
         self._ending: set[Call] = set()  # that left their queues, until their futures are done
         self._wanted: set[Future[Any]] = set()  # that threads wait for
         self._hurry = endings.Event()
-        self._worker: threading.Thread | None = None
+        self._worker: endings.Thread | None = None
         # Unobserved failures: those of futures that are gone, and the futures that have one.
         self._lost: deque[BaseException] = deque()
         self._failed: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
@@ -174,9 +174,9 @@ class InFlight:
         if self._worker is not None:
             return
         # Not a daemon: a launch that runs while the interpreter is torn down would crash.
-        worker = threading.Thread(target=self._work, name="flashwarp calls", daemon=False)
+        worker = endings.Thread(self._work, "flashwarp calls", daemon=False)
         try:
-            endings.start(worker)
+            worker.start()
         except RuntimeError as error:
             raise DeviceError(
                 f"the thread that ends asynchronous calls cannot be started ({error}): raise "
@@ -402,7 +402,7 @@ class InFlight:
         """Wait for futures, and return whether all are done."""
         futures = list(futures)
         if not self.ends_here:
-            return not concurrent.futures.wait(futures, timeout).not_done
+            return self._wait_for(futures, timeout)
         end = None if timeout is None else time.monotonic() + timeout
         while not all(future.done() for future in futures):
             left = math.inf if end is None else end - time.monotonic()
@@ -413,9 +413,15 @@ class InFlight:
                     continue
             elif self._worker is not None:
                 # Some need it, so it ends all: it and this thread would only take turns.
-                return not concurrent.futures.wait(futures, None if end is None else left).not_done
+                return self._wait_for(futures, None if end is None else left)
             self._pause(min(LOOK_S, left))
         return True
+
+    def _wait_for(self, futures: list[Future[Any]], timeout: float | None) -> bool:
+        """Wait for futures that the worker ends."""
+        for future in futures:
+            self.hurry(future)
+        return endings.wait(futures, timeout)
 
     def wait(self) -> None:
         """Wait for all calls made so far. Their failures stay with their futures."""

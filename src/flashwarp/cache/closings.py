@@ -6,7 +6,6 @@ Whoever closes the cache afterwards waits for that thread: to him the array is g
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 
@@ -18,7 +17,7 @@ class Closings:
     """The threads of one cache. Any thread may call."""
 
     def __init__(self) -> None:
-        self._threads: list[threading.Thread] = []
+        self._threads: list[endings.Thread] = []
 
     def start(self, close: Callable[[], object]) -> None:
         """Call a function in a thread; raises RuntimeError if none can be started."""
@@ -29,10 +28,10 @@ class Closings:
             finally:
                 self._threads.remove(thread)
 
-        thread = threading.Thread(target=run, name="flashwarp closing")
+        thread = endings.Thread(run, "flashwarp closing", daemon=False)
         self._threads.append(thread)
         try:
-            endings.start(thread)
+            thread.start()
         except RuntimeError:
             self._threads.remove(thread)
             raise
@@ -41,5 +40,4 @@ class Closings:
         """Wait until all that were started have ended, but no longer than the time limit."""
         for thread in tuple(self._threads):
             if thread is not threading.current_thread():
-                with contextlib.suppress(RuntimeError):  # it is not started yet
-                    thread.join(time_limit_s())
+                thread.join(time_limit_s())

@@ -7,11 +7,11 @@ import os
 from collections.abc import Generator
 from typing import Any
 
-from flashwarp.endings import Condition, NotCopied
+from flashwarp.endings import Future, NotCopied
 from flashwarp.errors import ForkError, WaitTimeout
 
 
-class Saved(NotCopied, concurrent.futures.Future[int]):
+class Saved(NotCopied, Future[int]):
     """The future of one checkpoint: its version number, once it is durable on the SSD.
 
     `Checkpointer.checkpoint` returns it. The functions of `concurrent.futures` accept it, and
@@ -21,7 +21,6 @@ class Saved(NotCopied, concurrent.futures.Future[int]):
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        self._condition = Condition()
         self.set_running_or_notify_cancel()
         self.observed = False
         self._what = what

@@ -46,7 +46,7 @@ class Crew:
         self._kinds: list[_Kind] = []
         self._idle = 0
         self._stop = False
-        self._threads: list[threading.Thread] = []
+        self._threads: list[endings.Thread] = []
 
     def add(self, next_job: Callable[[], Job | None], most: int = 1) -> Callable[[], None]:
         """Add a kind of jobs, after those that go first.
@@ -86,9 +86,9 @@ class Crew:
 
     def _start(self) -> None:
         number = f"-{len(self._threads)}" if self._most > 1 else ""
-        thread = threading.Thread(target=self._run, name=f"{self._name}{number}", daemon=True)
+        thread = endings.Thread(self._run, f"{self._name}{number}")
         try:
-            endings.start(thread)
+            thread.start()
         except RuntimeError:  # the process has no thread left, or the interpreter ends
             if not self._threads:
                 raise

@@ -17,7 +17,6 @@ import enum
 import errno
 import os
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -324,21 +323,18 @@ class _Mover:
         self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._done: list[int] = []
         self._limit_s = config.current().timeout_s
-        self._stuck: list[threading.Thread] = []
+        self._stuck: list[endings.Thread] = []
         count = min(_THREADS_MAX, config.cores(), len(chunks), staging_bytes // (2 * chunk_bytes))
         budget = max(count, 1) * 2 * chunk_bytes
         self._buffers = TransferClient(device, "loads", budget, chunk_bytes)
-        self._threads = [
-            threading.Thread(target=self._thread, name=f"flashwarp-load-{i}", daemon=True)
-            for i in range(count)
-        ]
+        self._threads = [endings.Thread(self._thread, f"flashwarp-load-{i}") for i in range(count)]
 
     def run(self, progress: Progress, meanwhile: Callable[[], T]) -> T:
         """Start the threads and wait for them; raise what the first one failed with."""
         failure: BaseException | None = None
         try:
             for each in self._threads:
-                endings.start(each)
+                each.start()
             result = meanwhile()
             self._collect(progress)
         except BaseException as error:  # Ctrl-C too: what runs must end before its memory is freed
@@ -395,7 +391,7 @@ class _Mover:
                 self._end()
                 kept.close()
 
-            endings.start(threading.Thread(target=close, name="flashwarp-load-close", daemon=True))
+            endings.Thread(close, "flashwarp-load-close").start()
 
     def _stalled(self, done: int) -> StorageError:
         return StorageError(

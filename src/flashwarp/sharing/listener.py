@@ -72,15 +72,13 @@ class Listener:
         self._what = what or f"the shared cache {name!r}"
         self._lock = lock
         self._begin = begin
-        self._clients: dict[int, tuple[socket.socket, threading.Thread]] = {}
+        self._clients: dict[int, tuple[socket.socket, endings.Thread]] = {}
         self._guard = endings.Lock()
         self._closing = endings.Event()
         self._server = names.listen(name)
         _open.add(self)
-        self._thread = threading.Thread(
-            target=self._accept, name=f"flashwarp sharing {name}", daemon=True
-        )
-        endings.start(self._thread)
+        self._thread = endings.Thread(self._accept, f"flashwarp sharing {name}")
+        self._thread.start()
 
     @property
     def clients(self) -> int:
@@ -114,9 +112,7 @@ class Listener:
                 if not self._closing.wait(_RETRY_S):
                     _log.warning("accepting clients of %s failed", self._what, exc_info=True)
                 continue
-            thread = threading.Thread(
-                target=self._serve, args=(client,), name="flashwarp sharing client", daemon=True
-            )
+            thread = endings.Thread(self._serve, "flashwarp sharing client", client)
             with self._guard:
                 refused = self._closing.is_set() or len(self._clients) >= CLIENTS_MAX
                 if not refused:
@@ -127,7 +123,7 @@ class Listener:
                 client.close()
                 continue
             try:
-                endings.start(thread)
+                thread.start()
             except RuntimeError as error:
                 self._forget(client)
                 _refuse(client, SharedCacheError(f"the owner can start no thread: {error}"))

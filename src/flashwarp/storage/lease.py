@@ -237,7 +237,7 @@ class _Keeper:
     def __init__(self) -> None:
         self._lock = endings.Lock()
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._thread: threading.Thread | None = None
+        self._thread: endings.Thread | None = None
         self._waits = False  # whether the thread blocks the signals
         self._stop = endings.Event()
         os.register_at_fork(after_in_child=self._forget_in_child)
@@ -255,10 +255,8 @@ class _Keeper:
             if self._thread is None:
                 # A daemon, which `_end` stops before the interpreter ends: writers are answered as
                 # long as any thread of the program runs.
-                self._thread = threading.Thread(
-                    target=self._run, name="flashwarp leases", daemon=True
-                )
-                endings.start(self._thread)
+                self._thread = endings.Thread(self._run, "flashwarp leases")
+                self._thread.start()
             elif self._waits:
                 self._wake(self._thread)
 
@@ -297,7 +295,7 @@ class _Keeper:
             thread.join(_STOP_S)
 
     @staticmethod
-    def _wake(thread: threading.Thread) -> None:
+    def _wake(thread: endings.Thread) -> None:
         """Wake the thread, which blocks the signal by now, with the lock held: it has not ended."""
         if thread.ident is not None:
             signal.pthread_kill(thread.ident, _BREAK)

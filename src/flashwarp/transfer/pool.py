@@ -107,7 +107,7 @@ class Pool:
         self._sorting = False
         self._ahead: deque[TransferClient] = deque()
         self._pinning: TransferClient | None = None
-        self._keeper: threading.Thread | None = None
+        self._keeper: endings.Thread | None = None
 
     @property
     def pinned_bytes(self) -> dict[str, int]:
@@ -280,10 +280,8 @@ class Pool:
     def _start_keeper(self) -> None:
         """Let a thread pin and give back, if there is something to do. Under the lock."""
         if self._keeper is None and (self._ahead or self._has_much):
-            self._keeper = threading.Thread(
-                target=self._keep, name="flashwarp-pinning", daemon=True
-            )
-            endings.start(self._keeper)
+            self._keeper = endings.Thread(self._keep, "flashwarp-pinning")
+            self._keeper.start()
 
     def _keep(self) -> None:
         try:

@@ -11,7 +11,6 @@ import errno
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -96,10 +95,8 @@ class Partners(Catalog):
         self._broken = ""
         self._timeout_s = timeout.total_seconds()
         self._writers: dict[tuple[str, int], VersionWriter] = {}
-        self._server = threading.Thread(
-            target=self._serve, name="flashwarp-checkpoint-partner", daemon=True
-        )
-        endings.start(self._server)
+        self._server = endings.Thread(self._serve, "flashwarp-checkpoint-partner")
+        self._server.start()
 
     # The store.
 
