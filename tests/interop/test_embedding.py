@@ -393,6 +393,34 @@ def test_arguments_that_do_not_fit_are_refused(x, options, error, match):
         fw.torch.Embedding(x, **options)
 
 
+@pytest.mark.parametrize("module", [fw.torch.Embedding, fw.torch.EmbeddingBag])
+@pytest.mark.parametrize(
+    ("sizes", "named", "match"),
+    [
+        (
+            (1000, 32),
+            {},
+            r"\(1000, 32\): .* flashwarp.torch.create_table\(path, 1000, 32\), .*path, dim=32\)",
+        ),
+        ((1000,), {}, r"create_table\(path, 1000, dim\)"),
+        ((), {"num_embeddings": 9, "embedding_dim": 4}, r"create_table\(path, 9, 4\)"),
+        ((1000, 32, 0), {}, r"\(1000, 32, 0\): .*\(path, 1000, 32\)"),
+        ((), {}, r"\(\): .*create_table\(path, rows, dim\)"),
+        ((torch.ones(4, 2),), {}, r"\(Tensor\): .*numpy.save\(path, weights\)"),
+        ((torch.nn.Embedding(4, 2),), {}, r"\(Embedding\): .*numpy.save"),
+        (("rows.npy", 32), {}, "32 after the table: .*dim="),
+        (("rows.npy",), {"embedding_dim": 32}, "32 after the table: .*dim="),
+    ],
+)
+def test_what_torch_makes_a_table_from_is_answered_by_how_to_make_its_file(
+    module, sizes, named, match
+):
+    with pytest.raises(ArgumentError, match=match) as raised:
+        module(*sizes, **named)
+
+    assert "\n" not in str(raised.value)
+
+
 def test_what_changes_nothing_in_torch_is_accepted(x):
     fw.torch.Embedding(x, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=True)
 
@@ -413,9 +441,7 @@ def test_elements_without_a_conversion_are_refused(tmp_path, dtype):
         fw.torch.Embedding(tmp_path / "t.npy", device="cpu")
 
 
-def test_what_is_no_table_is_refused(tmp_path):
-    with pytest.raises(ArgumentError, match="not int: create its file first"):
-        fw.torch.Embedding(1000)
+def test_absent_table_is_refused(tmp_path):
     with pytest.raises(MissingFileError):
         fw.torch.Embedding(tmp_path / "absent.npy", device="cpu")
 

@@ -8,6 +8,7 @@ those that it needs. If the array is writable, backward leaves the gradients of 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.array.opening import open as open_array
 from flashwarp.checkpoint.nested import note_rows
-from flashwarp.config import choice, flag, integer
+from flashwarp.config import brief, choice, flag, integer
 from flashwarp.device import Device, stream_handle
 from flashwarp.errors import ArgumentError, CopyError, DtypeError, ReadOnlyError
 from flashwarp.interop.torch.gradients import Kept, Part, look_up_bags, look_up_rows
@@ -31,6 +32,9 @@ TableLike: TypeAlias = Array | files.PathLike
 Mode: TypeAlias = Literal["sum", "mean", "max"]
 
 _POOLINGS = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "max": Pooling.MAX}
+
+# What torch's modules are made from, and ours find in the file.
+_SIZES = ("num_embeddings", "embedding_dim")
 
 # What torch's modules offer and ours do not: the values that change nothing, and why not others.
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -58,8 +62,8 @@ class _TableModule(endings.Scoped, torch.nn.Module):  # type: ignore[misc]
 
     def __init__(
         self,
-        table: TableLike,
-        *,
+        table: TableLike | None = None,
+        *sizes: object,
         scales: ScalesLike | None = None,
         scale_block: tuple[int, int] | None = None,
         stored_scales: torch.dtype | None = None,
@@ -76,6 +80,8 @@ class _TableModule(endings.Scoped, torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         for name in _REFUSED.keys() & opening.keys():
             _check_refused(name, opening.pop(name))
+        named = [opening.pop(each) for each in _SIZES if each in opening]
+        table = _check_table(type(self).__name__, table, [*sizes, *named])
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._opened: list[Array] = []
         scaling = Scaling(scale_block, stored_scales, global_scale, global_divisor)
@@ -126,11 +132,6 @@ class _TableModule(endings.Scoped, torch.nn.Module):  # type: ignore[misc]
                 )
             table._turns.check_usable()
             return table
-        if not files.is_path(table):
-            raise ArgumentError(
-                f"the table is a path or a flashwarp.Array, not {type(table).__name__}: create its "
-                "file first, with flashwarp.create or numpy.save"
-            )
         opened = open_array(table, **opening)
         self._opened.append(opened)
         return opened
@@ -401,8 +402,8 @@ class EmbeddingBag(_TableModule):
 
     def __init__(
         self,
-        table: TableLike,
-        *,
+        table: TableLike | None = None,
+        *sizes: object,
         mode: Mode = "mean",
         include_last_offset: bool = False,
         **options: Any,
@@ -410,7 +411,7 @@ class EmbeddingBag(_TableModule):
         choice("mode", mode, list(_POOLINGS))
         self._pooling = _POOLINGS[mode]
         last = flag("include_last_offset", include_last_offset)
-        super().__init__(table, last_offset=last, **options)
+        super().__init__(table, *sizes, last_offset=last, **options)
         self.mode = mode
         self.include_last_offset = last
         self._options |= {"mode": mode, "include_last_offset": last}
@@ -467,6 +468,28 @@ def _opened_again(
 
 
 # Checks.
+
+
+def _check_table(module: str, table: object, sizes: Sequence[object]) -> TableLike:
+    """Return the table; raises ArgumentError for what torch's modules take, sizes or weights."""
+    if isinstance(table, Array) or files.is_path(table):
+        if sizes:
+            raise ArgumentError(
+                f"{', '.join(map(brief, sizes))} after the table: its file says how many rows it "
+                "has, and how long they are; dim= takes fewer weights of each"
+            )
+        return table
+    numbers = [each for each in (table, *sizes) if each is not None]
+    if all(isinstance(each, int) for each in numbers):
+        given = [brief(each) for each in numbers]
+        rows, dim = (given + ["rows", "dim"][len(given) :])[:2]
+        make, more = f"flashwarp.torch.create_table(path, {rows}, {dim})", f", dim={dim}"
+    else:
+        given, make, more = [type(table).__name__], "numpy.save(path, weights)", ""
+    raise ArgumentError(
+        f"{module}({', '.join(given)}): the rows of a table lie in a file, by its path or as a "
+        f"flashwarp.Array. Make it once, by {make}, and then {module}(path{more})"
+    )
 
 
 def _check_refused(name: str, value: object) -> None:

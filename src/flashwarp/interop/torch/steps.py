@@ -68,7 +68,10 @@ def groups_of(tables: object, defaults: Mapping[str, Any]) -> list[dict[str, Any
 
 def _tables_in(module: object) -> list[torch.nn.Module]:
     if not isinstance(module, torch.nn.Module):
-        raise ArgumentError(f"a table is a module of torch, not {type(module).__name__}")
+        raise ArgumentError(
+            f"a table is a module of torch, not {type(module).__name__}: give the module, or a "
+            "model with tables inside, not its parameters"
+        )
     found = [each for each in module.modules() if hasattr(each, "pending")]
     if not found:
         raise ArgumentError(
