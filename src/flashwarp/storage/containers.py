@@ -6,9 +6,14 @@ numbers. A caller that gives `offset=` knows where they begin, so nothing is ref
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import os
+from typing import NoReturn
+
 import numpy as np
 
-from flashwarp.errors import FileFormatError
+from flashwarp.errors import ArgumentError, FileFormatError
 
 HEAD_BYTES = 4096
 """How much of a file `refuse_container` looks at."""
@@ -20,6 +25,7 @@ _HDF5 = (
     "for a contiguous dataset give the place of its data, offset=h5py.File(path)[name].id."
     "get_offset(), with its dtype and shape; save any other with numpy.save"
 )
+_NPZ = "save what is needed of it, numpy.save(..., numpy.load(path)[name])"
 _SAFETENSORS = (
     "give the name of one of its tensors, tensor=; a name that it lacks lists what it has"
 )
@@ -56,11 +62,33 @@ _MAGIC: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
 _HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 _ZIP_MAGICS = (b"PK\3\4", b"PK\5\6")
 
+_TEXT_FILE = (
+    "text",
+    "parse it, as with numpy.loadtxt or pandas.read_csv, and save the result with numpy.save",
+)
+_JSON_FILE = "JSON text", "read it with json.load, and save each array with numpy.save"
+
+# By the end of a name, if the bytes say nothing.
+_NAMED = {
+    **dict.fromkeys((".csv", ".tsv", ".txt"), "text"),
+    **dict.fromkeys((".json", ".jsonl"), "JSON text"),
+    **dict.fromkeys((".arrow", ".feather"), "an Arrow (Feather) file"),
+    **dict.fromkeys((".h5", ".hdf5"), "an HDF5 file"),
+    **dict.fromkeys((".pt", ".pth"), "a PyTorch file"),
+    **dict.fromkeys((".pkl", ".pickle"), "a pickle"),
+    ".parquet": "a Parquet file",
+    ".mat": "a MATLAB file",
+    ".gguf": "a GGUF model",
+    ".zip": "a zip archive",
+    ".npz": "an .npz archive",
+    ".safetensors": "a safetensors file",
+}
+
 # The library itself refuses longer headers.
 _SAFETENSORS_HEADER_MAX = 100_000_000
 
-# Printable ASCII, tab, newline, carriage return.
-_TEXT = bytes([9, 10, 13, *range(32, 127)])
+# No text has these: control characters but for tab, newline, form feed and carriage return.
+_CONTROLS = bytes({*range(32), 127} - {9, 10, 12, 13})
 _TEXT_BYTES_MIN = 16
 
 
@@ -73,21 +101,32 @@ def refuse_container(
 ) -> None:
     """Raise FileFormatError when a file is not what is `wanted`, but a container.
 
-    `head` has the first `HEAD_BYTES` of the file, or all of it. Text is refused only if `dtype` is
-    one of numbers of several bytes; for other dtypes text may be the data.
+    `head` has the first `HEAD_BYTES` of the file, or all of it. If `dtype` is not one of numbers of
+    several bytes, text may be the data.
     """
     found = _container(head, nbytes)
-    if found is None and dtype is not None and _is_text(head, dtype):
-        found = "text", "parse it, as with numpy.loadtxt, and save the result with numpy.save"
+    if found is None and (_is_text(head) if dtype is None else _is_text_for(head, dtype)):
+        found = _JSON_FILE if head.lstrip()[:1] in (b"{", b"[") else _TEXT_FILE
     if found is not None:
         what, recipe = found
         told = f"{path} is {what}, not {wanted}: {recipe}"
         if wanted == "raw numbers":
             told += (
-                ". If its bytes are the data nevertheless, give the byte at which they begin, as "
-                "offset=0"
+                ". If its bytes are the data nevertheless, give their dtype and the byte at which "
+                "they begin, as offset=0"
             )
         raise FileFormatError(told)
+
+
+def refuse_unmarked(path: str) -> NoReturn:
+    """Raise for a file that has no mark of any format, and for which no dtype was given."""
+    what = _NAMED.get(os.path.splitext(path)[1].lower())
+    if what is None:
+        raise ArgumentError(f"{path} is a raw file: give its dtype")
+    raise FileFormatError(
+        f"{path} is named as {what}, but does not begin as one: it is damaged, misnamed, or text "
+        "that is no UTF-8. If its bytes are raw numbers, give their dtype"
+    )
 
 
 def _container(head: bytes, nbytes: int) -> tuple[str, str] | None:
@@ -113,10 +152,9 @@ def _container(head: bytes, nbytes: int) -> tuple[str, str] | None:
 def _zip(head: bytes) -> tuple[str, str]:
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     if name.endswith(b".npy"):
-        return (
-            "an .npz archive",
-            "save what is needed of it, numpy.save(..., numpy.load(path)[name])",
-        )
+        return "an .npz archive", _NPZ
+    if name == b"[Content_Types].xml":
+        return "an Office document", "read it with pandas.read_excel, and save its numbers"
     if name.endswith((b"/data.pkl", b"/version")):
         return "a PyTorch file", "save its tensors, numpy.save(..., torch.load(path)[name].numpy())"
     return "a zip archive", "unpack it first"
@@ -132,8 +170,16 @@ def is_safetensors(head: bytes, nbytes: int) -> bool:
     return ends and (text.startswith(b'{"') or text.rstrip(b" ") == b"{}")
 
 
-def _is_text(head: bytes, dtype: np.dtype[np.generic]) -> bool:
-    is_number = dtype.kind in "iufcmM" and dtype.itemsize > 1
-    if not is_number or len(head) < _TEXT_BYTES_MIN or b"\n" not in head:
+def _is_text(head: bytes) -> bool:
+    if not head or len(head.translate(None, _CONTROLS)) < len(head):
         return False
-    return not head.translate(None, _TEXT)
+    with contextlib.suppress(UnicodeDecodeError):
+        # A character may go on behind the head.
+        return bool(codecs.getincrementaldecoder("utf-8")().decode(head))
+    return False
+
+
+def _is_text_for(head: bytes, dtype: np.dtype[np.generic]) -> bool:
+    """Whether a file that should hold such elements is text by more than chance, and no data."""
+    is_number = dtype.kind in "iufcmM" and dtype.itemsize > 1
+    return is_number and len(head) >= _TEXT_BYTES_MIN and b"\n" in head and _is_text(head)

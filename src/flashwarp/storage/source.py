@@ -240,7 +240,7 @@ def _layout_of(
     if kind is None:
         if not found.nbytes:
             raise FileFormatError(f"{path} is empty")
-        raise ArgumentError(f"{path} is a raw file: give its dtype")
+        containers.refuse_unmarked(path)
     return found.raw_layout(kind, shape, offset or 0)
 
 
