@@ -75,12 +75,14 @@ def test_comparisons_are_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "told"),
     [
-        ("{", FileFormatError, "neither a trace nor JSON"),
-        ("{}", FileFormatError, "nothing to show"),
-        ("[]", FileFormatError, "nothing to show"),
-        ('{"rows": [{"name": 1}]}', FileFormatError, "unit"),
-        ('{"comparisons": [{}]}', FileFormatError, "that can be read"),
-        (None, MissingFileError, "does not exist"),
+        ("{", FileFormatError, "cut short or damaged, not a trace of"),
+        ("no run", FileFormatError, "text, not a trace of"),
+        ("", FileFormatError, "empty, not a trace of"),
+        ("{}", FileFormatError, "without anything to show, not a trace of"),
+        ("[]", FileFormatError, "without anything to show, not a trace of"),
+        ('{"rows": [{"name": 1}]}', FileFormatError, "rows, but not as this version"),
+        ('{"comparisons": [{}]}', FileFormatError, "comparisons, but not as this version"),
+        (None, MissingFileError, "no such file"),
     ],
 )
 def test_what_is_no_run_is_refused(

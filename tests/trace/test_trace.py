@@ -166,8 +166,14 @@ def test_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", lines=np.arange(3))
     np.savez(tmp_path / "old.npz", version=9, lines=np.arange(3), line_bytes=512, name="x")
     np.savez(tmp_path / "bad.npz", version=1, lines=np.ones(3), line_bytes=512, name="x")
-    for name in ("text.npz", "array.npy", "other.npz", "old.npz", "bad.npz"):
-        with pytest.raises(FileFormatError, match="is no trace"):
+    for name, told in {
+        "text.npz": "is text, not a trace",
+        "array.npy": "is a .npy file, not a trace",
+        "other.npz": "cut short or damaged, or another archive",
+        "old.npz": "version 9, and this flashwarp reads version 1",
+        "bad.npz": "not float64",
+    }.items():
+        with pytest.raises(FileFormatError, match=f"{name} .*{told}.*flashwarp.trace.record"):
             Trace.load(tmp_path / name)
 
 

@@ -14,7 +14,7 @@ import pytest
 import flashwarp as fw
 from flashwarp.array.profile import Profile
 from flashwarp.cli.main import run
-from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
+from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError, PathError
 from flashwarp.trace import Trace, record, trace_of_indices, tune
 from flashwarp.trace.tune import _choose, _Costs
 
@@ -187,13 +187,13 @@ def test_profiles_of_other_files_and_devices_are_refused(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"version": 2}, "version 2, and this flashwarp reads 1"),
+        ({"version": 2}, "version 2, and this flashwarp reads version 1"),
         ({"cache": -1}, "negative"),
         ({"line": 513}, "513"),
         ({"policy": "best"}, "best"),
         ({"threads": 0}, "threads=0"),
-        ({"colour": 1}, "colour"),
-        ({"shape": None}, "shape"),
+        ({"colour": 1}, "its settings are not such"),
+        ({"shape": None}, "its settings are not such"),
     ],
 )
 def test_what_no_profile_can_have_is_refused(
@@ -206,9 +206,9 @@ def test_what_no_profile_can_have_is_refused(
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"settings": 1}', "\0"])
 def test_other_files_are_no_profiles(table: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "p").write_text(text)
-    with pytest.raises(FileFormatError, match="no profile"):
+    with pytest.raises(FileFormatError, match=r"p is .*not a profile of `flashwarp tune`"):
         fw.open(table, device="cpu", profile=tmp_path / "p")
-    with pytest.raises(FileFormatError, match="no profile"):
+    with pytest.raises(PathError, match="is a directory"):
         fw.open(table, device="cpu", profile=tmp_path)
     with pytest.raises(MissingFileError):
         fw.open(table, device="cpu", profile=tmp_path / "absent")

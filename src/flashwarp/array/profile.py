@@ -5,16 +5,15 @@ A profile is the record of a run of `flashwarp tune`; its settings name the file
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flashwarp.cache.cache import Cache
-from flashwarp.errors import ArgumentError, FileFormatError, FlashwarpError, MissingFileError
+from flashwarp.errors import ArgumentError, FileFormatError, FlashwarpError
 from flashwarp.nvme.software import SoftwareController
+from flashwarp.storage import containers
 from flashwarp.storage.files import PathLike, check_name
 
 VERSION = 1
@@ -41,20 +40,22 @@ class Profile:
 
         Raises MissingFileError, and FileFormatError for what is no profile of this version.
         """
-        name = check_name(path)
+        name, wanted = check_name(path), "a profile of `flashwarp tune`"
+        found = containers.read_json(name, wanted)
         try:
-            settings = json.loads(Path(name).read_text())["settings"]
-            if settings["version"] != VERSION:
-                why = f"it has version {settings['version']}, and this flashwarp reads {VERSION}"
-                raise ValueError(f"{why}: run `flashwarp tune` again")
-            made = cls(**{**settings, "shape": tuple(settings["shape"])})
-            made.options()  # raises for what no cache or controller can have
-        except FileNotFoundError as error:
-            raise MissingFileError(f"{name} does not exist") from error
-        except (OSError, ValueError, KeyError, TypeError, FlashwarpError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise FileFormatError(f"{name} is no profile of `flashwarp tune`: {why}") from error
-        return made
+            settings = found["settings"]
+            version = settings["version"]
+            if version == VERSION:
+                made = cls(**{**settings, "shape": tuple(settings["shape"])})
+                made.options()  # raises for what no cache or controller can have
+                return made
+        except (ValueError, KeyError, TypeError, FlashwarpError) as error:
+            why = error if isinstance(error, FlashwarpError) else "its settings are not such"
+            raise FileFormatError(f"{name} is not {wanted}: {why}") from error
+        raise FileFormatError(
+            f"{name} is a profile of version {version}, and this flashwarp reads version "
+            f"{VERSION}: run `flashwarp tune` again"
+        )
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of `open` that it stands for."""

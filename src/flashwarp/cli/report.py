@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,23 +36,16 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from flashwarp.errors import FileFormatError, MissingFileError
-    from flashwarp.storage import files
+    from flashwarp.storage import containers, files
+    from flashwarp.trace.format import is_trace
 
     source: Path = options.source
-    try:
-        with source.open("rb") as file:
-            is_trace = file.read(2) == b"PK"
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{source} does not exist") from error
-    if is_trace:
+    with files.open_for_reading(files.check_name(source)) as file:
+        head = file.read(containers.HEAD_BYTES)
+    if is_trace(head):
         page = _of_trace(source, options.accesses)
     else:
-        try:
-            found = json.loads(source.read_text())
-        except ValueError as error:
-            raise FileFormatError(f"{source} is neither a trace nor JSON: {error}") from error
-        page = _of_json(source, found)
+        page = _of_json(source, containers.read_json(source, _MADE_BY))
     with files.replacing(options.output) as file:
         file.write(page.html().encode())
     print(f"{options.output}: {page.title}")
@@ -90,7 +82,7 @@ def _of_trace(source: Path, accesses: int) -> Page:
 
 
 def _of_json(source: Path, found: Any) -> Page:
-    from flashwarp.errors import FileFormatError
+    from flashwarp.errors import FileFormatError, FlashwarpError
     from flashwarp.probe.page import Page
 
     add: dict[str, Callable[[Page, Any], None]] = {
@@ -100,15 +92,20 @@ def _of_json(source: Path, found: Any) -> Page:
     content = found if isinstance(found, dict) else {}
     names = [name for name in add if content.get(name)]
     if not names:
-        raise FileFormatError(f"{source} has nothing to show: give {_MADE_BY}")
+        raise FileFormatError(f"{source} is JSON text without anything to show, not {_MADE_BY}")
     facts = {name: fact for name, fact in content.items() if name not in (*add, "title")}
     page = Page(str(content.get("title", source.name)), f"From {source.name}.", facts)
     try:
         for name in names:
             add[name](page, content[name])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise FileFormatError(f"{source} has no {names} that can be read: {why}") from error
+    except FlashwarpError:
+        raise
+    # What draws them meets any values, and names none of the file.
+    except Exception as error:
+        raise FileFormatError(
+            f"{source} has {' and '.join(names)}, but not as this version of flashwarp writes "
+            "them: run again what made it"
+        ) from error
     return page
 
 

@@ -67,7 +67,7 @@ def _record(options: argparse.Namespace) -> None:
     import numpy as np
 
     from flashwarp.config import parse_bytes
-    from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
+    from flashwarp.errors import ArgumentError
     from flashwarp.storage import npy
     from flashwarp.trace import trace_of_indices
 
@@ -79,12 +79,8 @@ def _record(options: argparse.Namespace) -> None:
     else:
         layout = npy.read_layout(str(rows_of))
         size, length = math.prod(layout.shape[1:]) * layout.dtype.itemsize, layout.shape[0]
-    try:
-        chosen = np.load(indices, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{indices} does not exist") from error
-    except (ValueError, OSError, EOFError) as error:
-        raise FileFormatError(f"{indices} is not a .npy file: {error}") from error
+    npy.read_layout(str(indices))  # raises for what is none
+    chosen = np.load(indices, mmap_mode="r", allow_pickle=False)
     if length is not None and chosen.size and chosen.max() >= length:
         raise ArgumentError(f"index {chosen.max()} is beyond the {length} rows of {rows_of}")
     made = trace_of_indices(chosen, size, line_bytes=parse_bytes(options.line), name=indices.stem)

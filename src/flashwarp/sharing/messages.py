@@ -102,7 +102,9 @@ def receive(source: socket.socket) -> Message | None:
             raise ValueError("its text is no object")
     except (ValueError, RecursionError) as error:
         message.close()
-        raise SharedCacheError(f"the other process sent what is no message: {error}") from None
+        decoded = isinstance(error, UnicodeDecodeError | json.JSONDecodeError | RecursionError)
+        why = "its text is no JSON" if decoded else error
+        raise SharedCacheError(f"the other process sent what is no message: {why}") from None
     message.body, message.payload = body, data[end:]
     return message
 

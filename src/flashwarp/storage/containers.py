@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import json
 import os
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from flashwarp.errors import ArgumentError, FileFormatError
+from flashwarp.storage import files
+
+NPY_MAGIC = b"\x93NUMPY"
+"""How every .npy file begins."""
 
 HEAD_BYTES = 4096
 """How much of a file `refuse_container` looks at."""
@@ -91,6 +96,9 @@ _SAFETENSORS_HEADER_MAX = 100_000_000
 _CONTROLS = bytes({*range(32), 127} - {9, 10, 12, 13})
 _TEXT_BYTES_MIN = 16
 
+# Those that `read_json` is for have kilobytes.
+_JSON_BYTES_MAX = 64 << 20
+
 
 def refuse_container(
     path: str,
@@ -106,7 +114,7 @@ def refuse_container(
     """
     found = _container(head, nbytes)
     if found is None and (_is_text(head) if dtype is None else _is_text_for(head, dtype)):
-        found = _JSON_FILE if head.lstrip()[:1] in (b"{", b"[") else _TEXT_FILE
+        found = _text(head)
     if found is not None:
         what, recipe = found
         told = f"{path} is {what}, not {wanted}: {recipe}"
@@ -127,6 +135,32 @@ def refuse_unmarked(path: str) -> NoReturn:
         f"{path} is named as {what}, but does not begin as one: it is damaged, misnamed, or text "
         "that is no UTF-8. If its bytes are raw numbers, give their dtype"
     )
+
+
+def told(head: bytes, nbytes: int) -> str:
+    """Say what a file is that should be something else."""
+    if not nbytes:
+        return "empty"
+    if head.startswith(NPY_MAGIC):
+        return "a .npy file"
+    found = _container(head, nbytes) or (_text(head) if _is_text(head) else None)
+    return "data without a mark of its format" if found is None else found[0]
+
+
+def read_json(path: files.PathLike, wanted: str) -> Any:
+    """Read a file of JSON, which is `wanted`.
+
+    Raises FileFormatError for any other file, MissingFileError, PathError.
+    """
+    name = files.check_name(path)
+    with files.open_for_reading(name) as file:
+        content = file.read(_JSON_BYTES_MAX)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        found = told(content[:HEAD_BYTES], len(content))
+        damaged = " that is cut short or damaged" if found == _JSON_FILE[0] else ""
+        raise FileFormatError(f"{name} is {found}{damaged}, not {wanted}") from error
 
 
 def _container(head: bytes, nbytes: int) -> tuple[str, str] | None:
@@ -168,6 +202,10 @@ def is_safetensors(head: bytes, nbytes: int) -> bool:
     text = head[8 : 8 + length]
     ends = text.rstrip(b" ").endswith(b"}") or len(text) < length
     return ends and (text.startswith(b'{"') or text.rstrip(b" ") == b"{}")
+
+
+def _text(head: bytes) -> tuple[str, str]:
+    return _JSON_FILE if head.lstrip()[:1] in (b"{", b"[") else _TEXT_FILE
 
 
 def _is_text(head: bytes) -> bool:

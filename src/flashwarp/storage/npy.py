@@ -17,13 +17,10 @@ from numpy.lib import format as npy_format
 from flashwarp.config import SIZE_MAX
 from flashwarp.dtypes import check_dtype, check_shape
 from flashwarp.errors import ArgumentError, DtypeError, FileFormatError
-from flashwarp.storage import files
+from flashwarp.storage import containers, files
 
 DATA_OFFSET = 4096
 """Where `header` puts the data: page-aligned, so that O_DIRECT transfers need no shifting."""
-
-MAGIC = b"\x93NUMPY"
-"""How every .npy file begins."""
 
 # Records of 10,000 fields. numpy parses a header as Python text, which for the worst text of this
 # length takes two seconds and 150 MB.
@@ -85,6 +82,10 @@ def read_layout(path: str) -> Layout:
 
 def _read_header(file: BinaryIO) -> tuple[tuple[Any, ...], bool, np.dtype[Any]]:
     """Return shape, order and dtype; leaves the file where the data begins."""
+    head = file.read(containers.HEAD_BYTES)
+    if not head.startswith(containers.NPY_MAGIC):
+        raise ValueError(f"it is {containers.told(head, len(head))}")
+    file.seek(0)
     version = npy_format.read_magic(file)
     if version not in ((1, 0), (2, 0), (3, 0)):
         raise ValueError(f"version {version} of the format is unknown")

@@ -202,7 +202,7 @@ class _Head:
             head, nbytes = file.read(containers.HEAD_BYTES), file.seek(0, os.SEEK_END)
         if offset is None:
             containers.refuse_container(path, head, nbytes, kind)
-        is_npy = offset is None and head.startswith(npy.MAGIC)
+        is_npy = offset is None and head.startswith(containers.NPY_MAGIC)
         return cls(path, nbytes, (status.st_dev, status.st_ino), is_npy)
 
     def raw_layout(self, kind: np.dtype[Any], shape: Shape | None, start: int) -> npy.Layout:

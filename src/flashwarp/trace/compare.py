@@ -91,7 +91,7 @@ def compare(
     Blocks for about a microsecond an access, a policy and a size, and twice that for the optimum.
     """
     if len(trace) == 0:
-        raise ArgumentError("the trace is empty")
+        raise ArgumentError(f"the trace {trace.name!r} is empty: record calls that read rows")
     footprint = trace.footprint
     sizes = list(capacities) or [max(ways, round(share * footprint)) for share in SHARES]
     rates: dict[str, list[float]] = {}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from flashwarp.config import SIZE_MAX, integer
-from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
-from flashwarp.storage import files
+from flashwarp.errors import ArgumentError, FileFormatError
+from flashwarp.storage import containers, files
 
 _VERSION = 1
+_MAKE = "make one with flashwarp.trace.record, or with `flashwarp trace record`"
 # Line numbers that device code can have: see `tag::kLineBits`.
 _LINES_MAX = 1 << 38
 
@@ -82,21 +83,37 @@ class Trace:
 
         Raises
         ------
-        MissingFileError
-            When there is no such file.
+        MissingFileError, PathError
+            When there is no such file, or it cannot be opened.
         FileFormatError
-            When it is something else.
+            When it is something else, damaged, or of another version.
         """
         name = files.check_name(path)
-        try:
-            with Path(name).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-                if (version := int(file["version"])) != _VERSION:
-                    raise ValueError(f"it has version {version}, not {_VERSION}")
-                return cls(file["lines"], file["line_bytes"].item(), str(file["name"]))
-        except FileNotFoundError as error:
-            raise MissingFileError(f"{name} does not exist") from error
-        # The readers of zip files, of compressed data and of headers raise a dozen kinds, also
-        # MemoryError for a size that is not that of the file.
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            raise FileFormatError(f"{name} is no trace: {why}") from error
+        with files.open_for_reading(name) as opened:
+            head, nbytes = opened.read(containers.HEAD_BYTES), opened.seek(0, os.SEEK_END)
+            if not is_trace(head):
+                found = containers.told(head, nbytes)
+                raise FileFormatError(f"{name} is {found}, not a trace: {_MAKE}")
+            opened.seek(0)
+            # The readers of zip files, of compressed data and of headers raise a dozen kinds, also
+            # MemoryError for a size that is not that of the file.
+            try:
+                with np.load(opened, allow_pickle=False) as file:
+                    version = int(file["version"])
+                    if version == _VERSION:
+                        return cls(file["lines"], file["line_bytes"].item(), str(file["name"]))
+            except ArgumentError as error:
+                raise FileFormatError(f"{name} holds no trace ({error}): {_MAKE}") from error
+            except Exception as error:
+                raise FileFormatError(
+                    f"{name} is a trace that is cut short or damaged, or another archive: {_MAKE}"
+                ) from error
+        raise FileFormatError(
+            f"{name} is a trace of version {version}, and this flashwarp reads version {_VERSION}: "
+            f"{_MAKE}"
+        )
+
+
+def is_trace(head: bytes) -> bool:
+    """Whether a file that begins so may be a trace: it is an archive."""
+    return head.startswith(b"PK")
