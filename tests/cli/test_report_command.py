@@ -43,6 +43,8 @@ def test_a_trace_is_plots_of_hit_rates_lines_and_popularity(tmp_path: Path) -> N
     page = page_of(tmp_path / "t.npz", "--accesses", "1000")
 
     assert page.count("<svg") == 3
+    assert page.index("the best policy here") < page.index("<svg")
+    assert "<h2>Lines used over time: line number by access" in page
     assert "the first 1,000 are shown" in page
     assert "s3_fifo" in page
     assert "flashwarp: 0.1.0" in page  # of the versions
@@ -51,12 +53,17 @@ def test_a_trace_is_plots_of_hit_rates_lines_and_popularity(tmp_path: Path) -> N
 
 
 def test_rows_of_a_benchmark_stand_beside_their_references(tmp_path: Path) -> None:
-    content = {"title": "Gathers", "machine": {"cpu": "c"}, "command": "x", "rows": [ROW]}
+    best = {**ROW, "name": "best", "value": 6.0, "ratio": 2.0}
+    content = {"title": "Gathers", "machine": {"cpu": "c"}, "command": "x", "rows": [best, ROW]}
 
     page = of_json(tmp_path, content)
 
     assert "<title>Gathers</title>" in page
-    assert page.count("<svg") == 1
+    assert "The lowest ratio is 0.50: a &lt;b&gt; gather, to memmap." in page
+    headings = re.findall("<h2>(.*?)</h2>", page)
+    assert headings[0] == "Ratio of each to what it is compared with, lowest first"
+    assert headings[1:] == ["Measured, in GB/s", "All measurements", "How it came about"]
+    assert page.count("<svg") == 2
     assert "a &lt;b&gt; gather" in page
     assert "<b>" not in page
     assert "cpu: c" in page
@@ -68,7 +75,8 @@ def test_comparisons_are_drawn(tmp_path: Path) -> None:
 
     page = page_of(tmp_path / "c.json")
 
-    assert "Hit rates of loop" in page
+    assert "<h2>Hit rate by size of the cache, %: loop" in page
+    assert re.search(r"Of loop.*, a cache of 56 lines hits [\d.]+% with \w+, the best policy", page)
     assert "x y" in page
 
 

@@ -12,8 +12,10 @@ from flashwarp.cli.parser import Parser, amount, output_path
 
 if TYPE_CHECKING:
     from flashwarp.probe.page import Page
+    from flashwarp.trace.compare import Comparison
 
 _ROWS_MAX = 40
+_HEADING_MAX = 120
 _MADE_BY = (
     "a trace of `flashwarp trace record`, or the JSON of `flashwarp bench`, `trace compare`, "
     "or `tune`, or of a benchmark"
@@ -64,17 +66,17 @@ def _of_trace(source: Path, accesses: int) -> Page:
     page = Page(
         f"Trace {source.name}",
         f"{len(trace):,} accesses to {trace.footprint:,} lines of {trace.line_bytes:,} bytes"
-        f"{left_out}. {trace.name}",
+        f"{left_out}.",
         provenance("cpu"),
     )
     _add_comparison(page, done.as_dict())
     page.add_plot(
-        "Which lines are used when",
+        "Lines used over time: line number by access",
         plots.inline_svg(3.2, partial(plots.accesses, used.lines)),
         "Brighter: more accesses. A rising edge is a scan; bands are lines that come again.",
     )
     page.add_plot(
-        "How popular lines are",
+        "Popularity: share of accesses by share of lines, %",
         plots.inline_svg(3.0, partial(plots.popularity, used.lines)),
         "The share of the accesses that the most popular lines have; dashed: all alike.",
     )
@@ -119,14 +121,33 @@ def _add_comparison(page: Page, done: dict[str, Any]) -> None:
     from flashwarp.trace.compare import Comparison, draw
 
     comparison = Comparison(**done)
+    page.lead += f" {_bound_of(comparison)}"
     page.add_plot(
-        f"Hit rates of {comparison.trace}"[:120],
+        f"Hit rate by size of the cache, %: {comparison.trace}"[:_HEADING_MAX],
         plots.inline_svg(3.6, partial(draw, comparison)),
-        "MIN is the optimum of one who knows the future; in sets, with the sets of this cache.",
+        f"Sets of {comparison.ways} lines. MIN is the optimum of one who knows the future; in "
+        "sets, with the sets of this cache.",
     )
     rates = comparison.hit_rates
     names = ["cache, lines", *(f"{each:,}" for each in comparison.capacities)]
-    page.add_table("In figures", names, [[name, *map(_percent, r)] for name, r in rates.items()])
+    rows = [[name, *map(_percent, each)] for name, each in rates.items()]
+    page.add_table("Hit rate by lines in the cache", names, rows)
+
+
+def _bound_of(done: Comparison) -> str:
+    """Say what a cache of a tenth of the lines can reach, which tells what bounds the run."""
+    from flashwarp.trace.compare import MIN, MIN_IN_SETS
+
+    wanted = done.footprint / 10
+    at = min(range(len(done.capacities)), key=lambda i: abs(done.capacities[i] - wanted))
+    rates = {name: each[at] for name, each in done.hit_rates.items()}
+    most = rates.pop(MIN)
+    rates.pop(MIN_IN_SETS)
+    best = max(rates, key=lambda name: rates[name])
+    return (
+        f"Of {done.trace}, a cache of {done.capacities[at]:,} lines hits {_percent(rates[best])} "
+        f"with {best}, the best policy here, and {_percent(most)} with the best possible one."
+    )
 
 
 def _percent(share: float) -> str:
@@ -136,14 +157,22 @@ def _percent(share: float) -> str:
 def _add_rows(page: Page, rows: list[dict[str, Any]]) -> None:
     from flashwarp.probe import plots
 
+    compared = sorted((row for row in rows if row.get("reference")), key=lambda row: row["ratio"])
+    if compared:
+        names = [f"{row['name']}, to {row['reference_name']}" for row in compared]
+        ratios = [row["ratio"] for row in compared]
+        page.lead += f" The lowest ratio is {ratios[0]:.2f}: {names[0]}."
+        svg = plots.bars(names[:_ROWS_MAX], ratios[:_ROWS_MAX], "ratio")
+        what = "Ratio of each to what it is compared with, lowest first"
+        page.add_plot(what, svg, "1: equal. Both are of the same run.")
     for unit in dict.fromkeys(row["unit"] for row in rows):
         these = [row for row in rows if row["unit"] == unit][:_ROWS_MAX]
         values = [row["value"] for row in these]
         beside = [row.get("reference", 0.0) for row in these]
         svg = plots.bars([row["name"] for row in these], values, unit, beside)
-        page.add_plot(f"Measured, {unit}" if unit else "Measured", svg, "")
-    names = ("measurement", "value", "unit", "against", "", "ratio", "data", "note")
-    page.add_table("In figures", names, [_cells_of(row) for row in rows])
+        page.add_plot(f"Measured, in {unit}" if unit else "Measured", svg, "")
+    names = ["measurement", "value", "unit", "compared with", "its value", "ratio", "data", "note"]
+    page.add_table("All measurements", names, [_cells_of(row) for row in rows])
 
 
 def _cells_of(row: dict[str, Any]) -> tuple[Any, ...]:

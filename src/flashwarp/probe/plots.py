@@ -63,7 +63,9 @@ def inline_svg(height: float, draw: Callable[[Axes], None]) -> str:
     return text
 
 
-def bars(names: Sequence[str], values: Sequence[float], unit: str, beside: Sequence[float]) -> str:
+def bars(
+    names: Sequence[str], values: Sequence[float], unit: str, beside: Sequence[float] = ()
+) -> str:
     """Return values as bars, each with a mark at what it stands beside (0: nothing)."""
     shown = [each for each in (*values, *beside) if each > 0]
 
@@ -79,7 +81,7 @@ def bars(names: Sequence[str], values: Sequence[float], unit: str, beside: Seque
                 panel.plot([value, value], [place - 0.4, place + 0.4], color=_INK, linewidth=2)
         panel.set_yticks(list(places), [_short(name) for name in names])
         panel.set_ylim(len(names) - 0.4, -0.6)
-        panel.set_xlabel(unit + ("; the mark is what it stands beside" if any(beside) else ""))
+        panel.set_xlabel(unit + ("; the mark is what it is compared with" if any(beside) else ""))
         panel.grid(axis="x", alpha=0.6)
         panel.set_axisbelow(True)
 

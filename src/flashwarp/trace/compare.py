@@ -135,7 +135,9 @@ def plot(comparisons: Sequence[Comparison], path: str | os.PathLike[str]) -> Non
     rows = -(-len(comparisons) // columns)
     figure = new_figure(6.0 * columns, 4.2 * rows)
     for number, each in enumerate(comparisons, 1):
-        draw(each, figure.add_subplot(rows, columns, number))
+        panel = figure.add_subplot(rows, columns, number)
+        panel.set_title(f"{each.trace}, {each.ways} ways"[:_TITLE_MAX])
+        draw(each, panel)
     try:
         figure.savefig(path)
     except ValueError as error:
@@ -152,7 +154,6 @@ def draw(comparison: Comparison, panel: Axes) -> None:
         bound = name in (MIN, MIN_IN_SETS)
         style = {"color": ink, "linestyle": "-" if name == MIN else "--"} if bound else {}
         panel.plot(shares, [100 * r for r in rates], label=name, marker="o", markersize=3, **style)
-    panel.set_title(f"{comparison.trace}, {comparison.ways} ways"[:_TITLE_MAX])
     panel.set_xlabel("cache, % of the lines touched")
     panel.set_ylabel("hits, %")
     panel.set_ylim(0, 100)
