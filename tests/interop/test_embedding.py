@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import pickle
@@ -511,3 +512,46 @@ def test_close_of_a_group_is_refused_while_a_graph_reads_its_tables(x, monkeypat
 def refuse(_array):
     """Do as `Array.close` while a CUDA graph uses it."""
     raise CaptureError("1 CUDA graphs with calls of the array exist")
+
+
+def _looked_up(path):
+    table = fw.torch.Embedding(path, mode="r+", device="cpu")
+    table(torch.tensor([1, 2])).sum().backward()
+    return table
+
+
+def _trained(path):
+    table = _looked_up(path)
+    fw.torch.SGD(table, lr=0.1).step()
+    return table
+
+
+def _grouped(path):
+    group = fw.torch.EmbeddingGroup([_looked_up(path)])
+    group(torch.tensor([[1, 2]])).sum().backward()
+    return group
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: fw.open(path, "r+", device="cpu"),
+        lambda path: fw.torch.Embedding(path, mode="r+", device="cpu"),
+        lambda path: fw.torch.EmbeddingBag(path, mode="max", device="cpu"),
+        _looked_up,
+        _trained,
+        _grouped,
+        lambda path: torch.nn.Sequential(_looked_up(path), torch.nn.Linear(WIDTH, 2)),
+    ],
+)
+def test_dropped_module_unlocks_its_file_without_the_garbage_collector(tmp_path, make):
+    path = tmp_path / "table.npy"
+    np.save(path, np.ones((ROWS, WIDTH), "f4"))
+    gc.collect()
+    gc.disable()
+    try:
+        made = make(path)
+        del made
+        fw.open(path, "r+", device="cpu").close()
+    finally:
+        gc.enable()

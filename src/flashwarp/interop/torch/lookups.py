@@ -63,7 +63,8 @@ class TensorLookup:
     """Lookups with tensors, in one table or in several.
 
     With `last_offset`, offsets have one more, the end of the last bag. `keep` takes the ids and the
-    gradients of rows. `handle` stands for the lookups among the arguments of operators.
+    gradients of rows; it is a method of the module that has the lookup, and not held, so that a
+    lost module is freed at once. `handle` stands for the lookups among the arguments of operators.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class TensorLookup:
         self.dtype = dtype
         self.pooling = pooling
         self.last_offset = last_offset
-        self.keep = keep
+        self.keep = None if keep is None else weakref.WeakMethod(keep)
         self._device = torch_device(self.lookup.device)
         self._closed = False
         # With all that compiled code depends on: compilers that keep code find it by this text.
@@ -276,8 +277,9 @@ def _keep_gradients(
     ids: torch.Tensor, gradients: torch.Tensor, _order: torch.Tensor, handle: str
 ) -> None:
     lookup = _lookup_of(handle)
-    if lookup.keep is not None:
-        lookup.keep(ids, gradients)
+    keep = None if lookup.keep is None else lookup.keep()
+    if keep is not None:
+        keep(ids, gradients)
 
 
 def _nothing(ids: torch.Tensor, gradients: torch.Tensor, _order: torch.Tensor, handle: str) -> None:
