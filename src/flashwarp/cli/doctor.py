@@ -178,7 +178,7 @@ def _check_native() -> Finding:
         return Finding(
             "broken",
             f"cannot be loaded: {error}",
-            "install again: pip install --force-reinstall flashwarp",
+            "install it again from its checkout or wheel: pip install --force-reinstall PATH",
         )
     return Finding("ok", "loaded, with its kernels for the CPU")
 
