@@ -201,6 +201,13 @@ class OwnerLostError(SharedCacheError, ConnectionError):
     """
 
 
+class RankLostError(FlashwarpError, ConnectionError):
+    """A rank of a sharded array has ended, has left a call, or did not come within the time limit.
+
+    What was flushed is in the files. Close the array on all ranks, and open it again.
+    """
+
+
 class ControllerError(FlashwarpError, RuntimeError):
     """The controller refused or aborted a command, or was stopped."""
 

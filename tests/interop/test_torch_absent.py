@@ -1,13 +1,15 @@
-"""`flashwarp.torch` on a machine without torch."""
+"""What needs torch, on a machine without it."""
 
 import subprocess
 import sys
+
+import pytest
 
 SCRIPT = """
 import sys
 sys.modules["torch"] = None  # as if it were not installed
 try:
-    import flashwarp.torch
+    import flashwarp.{name}
 except ImportError as error:
     assert "pip install 'flashwarp[torch]'" in str(error), error
 else:
@@ -15,5 +17,7 @@ else:
 """
 
 
-def test_import_says_what_to_install():
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+@pytest.mark.parametrize("name", ["torch", "distributed"])
+def test_import_says_what_to_install(name: str) -> None:
+    script = SCRIPT.replace("{name}", name)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

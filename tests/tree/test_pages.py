@@ -106,7 +106,7 @@ MEMBERS = re.findall(r"^\.\. autoclass:: (\S+)\n   :members: (.+)$", INTERFACE, 
 @pytest.mark.parametrize(("name", "listed"), MEMBERS, ids=[name for name, _ in MEMBERS])
 def test_members_of_the_interface_exist(name: str, listed: str) -> None:
     module, _, thing = name.rpartition(".")
-    if module.endswith((".torch", ".pyg", ".dcp")):
+    if module.endswith((".torch", ".pyg", ".dcp", ".distributed")):
         pytest.importorskip("torch", reason="torch is an extra")
     if module.endswith(".pyg"):
         pytest.importorskip("torch_geometric", reason="torch_geometric is an extra")

@@ -95,7 +95,7 @@ def test_examples_of_docstrings_run(
 ) -> None:
     if ".numba" in name:
         pytest.importorskip("numba.cuda", reason="numba-cuda is an extra")
-    if ".torch" in name:
+    if ".torch" in name or ".distributed" in name:
         pytest.importorskip("torch", reason="torch is an extra")
     if ".pyg" in name:
         pytest.importorskip("torch_geometric", reason="torch_geometric is an extra")

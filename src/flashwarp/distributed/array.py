@@ -1,0 +1,363 @@
+"""`ShardedArray`: an array whose rows are dealt over the ranks of a torch.distributed program.
+
+This is what a user holds. Each call is one of all ranks: `ranks` lets them enter it together,
+`moving` passes rows between them, and an ordinary `Array` serves the rows of each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp import endings
+from flashwarp.array.array import Array
+from flashwarp.array.opening import CacheLike, Mode
+from flashwarp.device import Device
+from flashwarp.distributed import moving, opening
+from flashwarp.distributed.dealing import Deal
+from flashwarp.distributed.moving import Asked
+from flashwarp.distributed.ranks import Ranks
+from flashwarp.distributed.saves import Save
+from flashwarp.errors import ArgumentError, ReadOnlyError
+from flashwarp.storage.files import PathLike
+from flashwarp.storage.source import Shape
+
+
+class ShardedArray(endings.OfProcess):
+    """An array whose rows are dealt over the ranks of a torch.distributed program.
+
+    `open` and `create` make it. Each rank serves its rows, its *shard*, from a ``.npy`` file in a
+    folder of its machine, or in one folder that all ranks share.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Of the whole array.
+    dtype : numpy.dtype
+    deal : {"range", "hash"}
+        How rows are dealt: neighbours to one rank, or spread evenly by a fixed permutation.
+    local : Array
+        The shard of this rank; its rows are those of `local_ids`. Only `flush` and `close` of the
+        sharded array close or flush it.
+    rank, ranks : int
+        This rank in the group, and the number of ranks.
+
+    Notes
+    -----
+    *Collective* calls are made by all ranks of the group, in the same order; each passes what it
+    wants itself, also nothing. They block until this rank's part is done on all ranks. If one rank
+    cannot take part, as with a bad argument or a disk that fails, all ranks raise the same error,
+    whose message names the rank; if they call different things, all raise ArgumentError. The array
+    stays usable then.
+
+    If a rank ends, leaves a call by an error of its own, as KeyboardInterrupt, or does not come
+    within the time limit, all others raise RankLostError: at once if its connections were closed,
+    else after `timeout_s`. Every later call raises it again. Close the array and open it again.
+    What was flushed is in the files; rows that a broken `scatter` stored are old or new.
+
+    Messages of all calls go over gloo, between host memories, whatever backend the group has, and
+    arrays are on the CPU device; on a GPU machine pass ``device="cpu"``. Several threads may use
+    one array, and its calls take turns; but all ranks must make the calls in the same order.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, torch.distributed as dist
+    >>> import flashwarp as fw, flashwarp.distributed
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> with fw.distributed.ShardedArray.create(
+    ...     tempfile.mkdtemp(), "float32", (1000, 64), device="cpu"
+    ... ) as table:
+    ...     table.scatter([10, 11], np.full((2, 64), 1.5))
+    ...     table.gather(np.array([11, 3]))[:, 0].tolist()
+    [1.5, 0.0]
+    >>> dist.destroy_process_group()
+    """
+
+    _kind = "sharded array"
+    _closed = True
+
+    def __init__(self, ranks: Ranks, save: Save, local: Array) -> None:
+        super().__init__()
+        self._ranks, self._save = ranks, save
+        self.shape, self.dtype, self.deal = save.shape, save.kind, save.deal
+        self.local, self.rank, self.ranks = local, ranks.rank, ranks.count
+        self._closed = False
+
+    # Opening.
+
+    @classmethod
+    def create(
+        cls,
+        folder: PathLike,
+        dtype: npt.DTypeLike,
+        shape: Shape,
+        *,
+        deal: Deal = "range",
+        group: Any = None,
+        timeout_s: float | None = None,
+        device: Device | str | None = None,
+        cache: CacheLike = "auto",
+        line: int | str | None = None,
+    ) -> Self:
+        """Create an array of zeros, and open it for reading and writing. Collective.
+
+        The array is there as a whole, after a crash too, or not at all.
+
+        Parameters
+        ----------
+        folder : path-like
+            Where this rank's shard lies: a folder of its machine, or one for all ranks. It is made
+            if it is absent, and must hold no sharded array.
+        dtype, shape
+            As for `flashwarp.create`; at least one axis. The same on all ranks.
+        deal : {"range", "hash"}
+            Rows are dealt over ranks in ranges of neighbours, or by a fixed permutation of the rows
+            (at most 2^48), which spreads neighbours and regular steps evenly.
+        group : ProcessGroup, optional
+            The ranks, of any backend. Default: all.
+        timeout_s : float, optional
+            How long a rank waits for the others in a call. Default: `Config.timeout_s`.
+        device, cache, line
+            As for `flashwarp.create`, for the shard of this rank.
+
+        Raises
+        ------
+        ArgumentError
+            If torch.distributed is not initialised, or for dtype, shape or dealing that differ.
+        ExistingFileError
+            If a folder holds a sharded array.
+        RankLostError
+            If a rank has ended, or does not come.
+        DtypeError, PathError, DeviceError, CacheError
+        """
+        act, options = opening.create_shards, {"device": device, "cache": cache, "line": line}
+        return cls._open(act, group, timeout_s, folder, options, dtype, shape, deal)
+
+    @classmethod
+    def open(
+        cls,
+        folder: PathLike,
+        mode: Mode = "r",
+        *,
+        group: Any = None,
+        timeout_s: float | None = None,
+        device: Device | str | None = None,
+        cache: CacheLike = "auto",
+        line: int | str | None = None,
+    ) -> Self:
+        """Open an array on as many ranks as it has shards. Collective.
+
+        Parameters
+        ----------
+        folder : path-like
+            Where this rank's shard lies.
+        mode : {"r", "r+"}
+            Read, or read and write; the same on all ranks.
+        group, timeout_s, device, cache, line
+            As for `create`.
+
+        Raises
+        ------
+        MissingFileError
+            If there is no array, or the file of a shard is gone.
+        FileFormatError
+            If a shard's file was replaced or is of another save, or if folders hold different
+            saves.
+        ArgumentError
+            If the array has another number of shards than the group has ranks: call `reshard`.
+        LockedError
+            If another program has a shard open for writing, and `mode` is "r+".
+        RankLostError, PathError, DeviceError, CacheError
+        """
+        options = {"device": device, "cache": cache, "line": line}
+        return cls._open(opening.open_shards, group, timeout_s, folder, options, mode)
+
+    @classmethod
+    def _open(
+        cls,
+        act: Callable[..., tuple[Save, Array]],
+        group: Any,
+        timeout_s: float | None,
+        folder: PathLike,
+        options: opening.Options,
+        *arguments: Any,
+    ) -> Self:
+        ranks = Ranks(group, timeout_s)
+        with contextlib.ExitStack() as held:
+            held.callback(ranks.close)
+            with ranks.together():
+                made = cls(ranks, *act(ranks, held, folder, options, *arguments))
+            held.pop_all()
+        return made
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def broken(self) -> str:
+        """Why all further calls raise RankLostError; empty while ranks meet."""
+        return self._ranks.lost
+
+    def local_ids(self) -> npt.NDArray[np.int64]:
+        """Return the numbers of the rows of `local`, in their order. Not collective."""
+        first, last = self._save.dealing.starts[self.rank : self.rank + 2]
+        return np.asarray(self._save.dealing.ids(first, last))
+
+    # Rows.
+
+    def gather(self, ids: Any) -> Any:
+        """Copy rows ``self[ids]``, wherever they are, in the order of `ids`. Collective.
+
+        Parameters
+        ----------
+        ids : array of int, any shape
+            Rows that this rank wants, which may be none; negative ones count from the end. A tensor
+            of torch (int64 or int32, on the host), or what numpy takes.
+
+        Returns
+        -------
+        array
+            Of shape ``ids.shape + self.shape[1:]``: a tensor if `ids` is one, else of numpy.
+
+        Raises
+        ------
+        BoundsError, IndexDtypeError, ArgumentError
+            For ids that are out of bounds, no integers, or on a GPU. No rank gets rows then.
+        DtypeError
+            For a tensor of ids, if torch lacks the array's dtype.
+        StorageError
+            If a rank cannot read rows.
+        RankLostError, ClosedError
+        """
+        return gather([(self, ids)])[0]
+
+    def scatter(self, ids: Any, rows: Any) -> None:
+        """Store rows, ``self[ids] = rows``, wherever they are. Collective.
+
+        Parameters
+        ----------
+        ids : array of int
+            As for `gather`. If a row repeats, that of the highest rank is kept, and of one rank
+            the last one.
+        rows : array
+            Of numpy, or a tensor on the host, which broadcasts to ``ids.shape + self.shape[1:]``,
+            and is cast as numpy's assignment casts.
+
+        Raises
+        ------
+        ReadOnlyError
+            If the array was opened with ``mode="r"``.
+        BoundsError, IndexDtypeError, ArgumentError
+            As for `gather`, and for rows that do not fit. No rank stores a row then.
+        StorageError
+            If a rank cannot read lines that it stores to. Other rows are stored.
+        RankLostError, ClosedError
+
+        Notes
+        -----
+        All ranks see the rows when the call returns; `flush` makes them durable.
+        """
+        self._check_usable()
+
+        def check() -> list[Asked]:
+            if not self.local.writable:
+                raise ReadOnlyError('the sharded array was opened for reading: give mode="r+"')
+            return [Asked(self.local, self._save.dealing, ids, rows)]
+
+        with self._ranks.together():
+            moving.scatter_rows(self._ranks, f"scatter to {self._name}", check)
+
+    def flush(self) -> None:
+        """Write all ranks' rows back and make them durable. Collective.
+
+        Blocks; after it, a crash of any rank loses nothing stored. If one rank cannot write, all
+        raise its StorageError; a later flush tries again. Ranks wait for the slowest one for
+        `timeout_s` at most.
+        """
+        self._check_usable()
+        with self._ranks.together():
+            self._ranks.step(f"flush {self._name}", self.local.flush)
+
+    def close(self) -> None:
+        """Flush and close this rank's shard, and leave the group. May be called twice.
+
+        Not collective: a rank that still makes calls gets RankLostError.
+        """
+        if self._closed or self._in_child:
+            return
+        self._ranks.close()
+        self.local.close()
+        self._closed = True
+
+    @property
+    def _name(self) -> str:
+        return f"sharded array {self._ranks.number} {self.shape} {self.dtype}"
+
+    def __repr__(self) -> str:
+        state = "closed " if self._closed else "broken " if self.broken else ""
+        return (
+            f"<{state}flashwarp.distributed.ShardedArray shape={self.shape} dtype={self.dtype} "
+            f"rank={self.rank} of {self.ranks}>"
+        )
+
+
+def gather(wanted: Sequence[tuple[ShardedArray, Any]]) -> list[Any]:
+    """Copy rows of several sharded arrays by the messages of one `ShardedArray.gather`. Collective.
+
+    Parameters
+    ----------
+    wanted : sequence of (ShardedArray, ids)
+        All ranks name the same arrays, in the same order, each with ids of its own. The arrays are
+        those of one group.
+
+    Returns
+    -------
+    list of array
+        What `ShardedArray.gather` returns, for each.
+
+    Raises
+    ------
+    ArgumentError
+        If the arrays are none, of different groups, or not those of the other ranks.
+    BoundsError, IndexDtypeError, DtypeError, StorageError, RankLostError, ClosedError
+        As `ShardedArray.gather`.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, torch.distributed as dist
+    >>> import flashwarp as fw, flashwarp.distributed
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> make = fw.distributed.ShardedArray.create
+    >>> with (
+    ...     make(tempfile.mkdtemp(), "f4", (100, 8), device="cpu") as users,
+    ...     make(tempfile.mkdtemp(), "f4", (500, 16), device="cpu") as items,
+    ... ):
+    ...     found = fw.distributed.gather([(users, np.array([1, 2])), (items, np.array([7]))])
+    ...     [rows.shape for rows in found]
+    [(2, 8), (1, 16)]
+    >>> dist.destroy_process_group()
+    """
+    pairs = list(wanted)
+    arrays = [array for array, _ in pairs]
+    if not arrays or not all(isinstance(array, ShardedArray) for array in arrays):
+        raise ArgumentError("name at least one sharded array, as pairs of an array and ids")
+    # The same for all ranks, even if they name the arrays in different orders.
+    first = min(arrays, key=lambda array: array._ranks.number)
+    first._check_usable()
+
+    def check() -> list[Asked]:
+        for array in arrays:
+            array._check_usable()
+            if array._ranks.members != first._ranks.members:
+                raise ArgumentError(f"{array!r} and {first!r} are of different groups")
+        return [Asked(array.local, array._save.dealing, ids) for array, ids in pairs]
+
+    with first._ranks.together():
+        what = f"gather of {', '.join(array._name for array in arrays)}"
+        return moving.gather_rows(first._ranks, what, check)

@@ -1,0 +1,132 @@
+"""Making and opening the shards of an array, by all ranks or by none."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp.array.array import Array
+from flashwarp.array.opening import Mode
+from flashwarp.array.opening import open as open_array
+from flashwarp.config import choice
+from flashwarp.device import resolve
+from flashwarp.distributed.dealing import Deal, Dealing
+from flashwarp.distributed.ranks import Ranks
+from flashwarp.distributed.saves import RANKS_MAX, Folder, Save, chosen
+from flashwarp.errors import ArgumentError, DeviceError, ExistingFileError, FileFormatError
+from flashwarp.storage import npy
+from flashwarp.storage.files import PathLike
+from flashwarp.storage.source import Shape
+
+Options = dict[str, Any]
+"""What `flashwarp.open` takes: device, cache, line."""
+
+
+def create_shards(
+    ranks: Ranks,
+    held: contextlib.ExitStack,
+    path: PathLike,
+    options: Options,
+    dtype: npt.DTypeLike,
+    shape: Shape,
+    deal: Deal,
+) -> tuple[Save, Array]:
+    """Make a new array of zeros, and open this rank's shard, which `held` closes."""
+
+    def check() -> tuple[str, str, tuple[Folder, Callable[..., Save]]]:
+        _check_device(options)
+        form = npy.empty_layout(shape, dtype)
+        if not form.shape:
+            raise ArgumentError("a sharded array has at least one axis, whose rows are dealt")
+        if ranks.count > RANKS_MAX:
+            raise ArgumentError(f"{ranks.count} ranks: at most {RANKS_MAX} have a shard each")
+        Dealing(deal, form.shape[0], ranks.count)
+        home = Folder(path)
+        if home.look()["present"] is not None:
+            raise ExistingFileError(
+                errno.EEXIST, "holds a sharded array: open it, or name another", str(home.path)
+            )
+        described = repr(np.lib.format.dtype_to_descr(form.dtype))
+        save = functools.partial(Save, deal=deal, shape=form.shape, dtype=described)
+        what = f"create shape {form.shape} of {form.dtype}, dealt by {deal}"
+        return what, os.urandom(16).hex(), (home, save)
+
+    (home, make_save), ids = ranks.agree("create", check)
+    save = make_save(ids[0], ids[0], ranks=ranks.count)
+
+    def make() -> Array:
+        home.make()
+        with save.new_shard(home.path, ranks.rank):
+            pass
+        return _open_shard(ranks, held, home, save, "r+", options)
+
+    local = ranks.step("make the shards", make)
+    commit(ranks, home, save)
+    return save, local
+
+
+def commit(ranks: Ranks, home: Folder, save: Save) -> None:
+    """Make a save whose shards are durable the present one on all ranks, and end the others."""
+    ranks.step("prepare a save", lambda: home.prepare(save))
+    ranks.step("commit a save", lambda: home.switch(save) if ranks.rank == 0 else None)
+    ranks.step("follow a save", lambda: home.follow(save))
+
+
+def open_shards(
+    ranks: Ranks, held: contextlib.ExitStack, path: PathLike, options: Options, mode: Mode
+) -> tuple[Save, Array]:
+    """Open this rank's shard of the save that all ranks have; `held` closes it."""
+
+    def look() -> tuple[str, Any, Folder]:
+        choice("mode", mode, ("r", "r+"))
+        _check_device(options)
+        home = Folder(path)
+        return f"open with mode {mode!r}", home.look(), home
+
+    home, told = ranks.agree("open", look)
+
+    def open_it() -> tuple[Save, Array]:
+        save = chosen(told, str(home.path))
+        if save.ranks != ranks.count:
+            raise ArgumentError(
+                f"the array has {save.ranks} shards, and the group {ranks.count} ranks: call "
+                "flashwarp.distributed.reshard first"
+            )
+        local = _open_shard(ranks, held, home, save, mode, options)
+        # Who deals the rows anew has locked the shards of the old save: now nobody can.
+        now = home.look()
+        if told[0]["present"] not in (now["present"], now["next"] if ranks.rank else None):
+            raise FileFormatError(f"{home.path}: was changed by another program: open it again")
+        return save, local
+
+    save, local = ranks.step("open the shards", open_it)
+    if mode == "r+":
+        ranks.step("follow a save", lambda: home.follow(save))
+    return save, local
+
+
+def _check_device(options: Options) -> None:
+    if resolve(options["device"]).kind != "cpu":
+        raise DeviceError("sharded arrays work on the CPU device alone so far: give device='cpu'")
+
+
+def _open_shard(
+    ranks: Ranks,
+    held: contextlib.ExitStack,
+    home: Folder,
+    save: Save,
+    mode: Mode,
+    options: Options,
+) -> Array:
+    save.check_shard(home.path, ranks.rank)
+    path, shape = save.path(home.path, ranks.rank), save.shard_shape(ranks.rank)
+    local = open_array(path, mode, save.kind, shape, **options)
+    held.callback(local.close)
+    return local
