@@ -7,7 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <bit>
+#include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -221,13 +221,17 @@ nb::object RowCalls::gather_on_host(nb::handle idx, nb::handle out, nb::handle e
   return operands.out;
 }
 
-// Neighbouring bytes of the array, or cells at equal distances, and the axes that the key leaves.
+// Neighbouring bytes of the array, or cells at equal distances, and the axes that they have.
 struct RowCalls::Item {
-  // Of cells.
-  static constexpr uint64_t kBytesMax = 512;
+  // Of cells of which numpy selects some.
+  static constexpr uint64_t kSelectedMax = 64 << 20;
 
   uint64_t begin = 0, nbytes = 0, count = 1, stride = 0;
   std::vector<int64_t> shape;
+  // What numpy selects of them: by steps, and behind the first axis that a slice cuts.
+  nb::list rest;
+  bool cut = false, selects = false;
+  bool is_scalar = true;
 
   bool is_range() const { return count == 1 || stride == nbytes; }
   RowSize size() const {
@@ -252,52 +256,85 @@ nb::object RowCalls::item(nb::handle key, nb::handle end) {
   plans_.run(launcher_, size, {0, size.count, rows.address(), item.begin});
   moved_.add(item.count);
   if (failed()) staying([&] { end("gather", nb::none()); });
-  return item.shape.empty() ? nb::object(out[nb::tuple()]) : out;
+  if (item.selects) return staying([&] { return out[nb::tuple(item.rest)].attr("copy")(); });
+  return item.is_scalar ? nb::object(out[nb::tuple()]) : out;
 }
 
 bool RowCalls::find_item(nb::handle key, Item& item) const {
   const bool several = PyTuple_CheckExact(key.ptr());
-  const size_t count = several ? size_t(PyTuple_Size(key.ptr())) : 1;
-  if (row_bytes_ == 0 || count == 0 || count > row_shape_.size() + 1) return false;
+  const size_t count = several ? size_t(PyTuple_Size(key.ptr())) : 1, axes = row_shape_.size() + 1;
+  if (row_bytes_ == 0 || count == 0) return false;
   item.nbytes = row_bytes_;
-  int64_t length = length_;
-  for (size_t axis = 0; axis < count; ++axis) {
-    if (axis != 0) {
-      length = row_shape_[axis - 1];
-      item.nbytes /= uint64_t(length);
-    }
-    const nb::handle part = several ? PyTuple_GetItem(key.ptr(), Py_ssize_t(axis)) : key.ptr();
-    if (axis == 0 && PySlice_Check(part.ptr())) {
-      if (!find_rows(part, item)) return false;
+  size_t axis = 0, left_out = axes + 1;
+  for (size_t i = 0; i < count; ++i) {
+    const nb::handle part = several ? PyTuple_GetItem(key.ptr(), Py_ssize_t(i)) : key.ptr();
+    if (part.ptr() != Py_Ellipsis) {
+      if (axis == axes || !find_part(part, axis++, item)) return false;
       continue;
     }
-    auto index = host_.integer(part);
-    if (!index || *index < -length || *index >= length) return false;
-    item.begin += uint64_t(*index < 0 ? *index + length : *index) * item.nbytes;
+    if (left_out < count) return false;  // numpy takes one of them
+    const nb::object all = nb::steal(PySlice_New(nullptr, nullptr, nullptr));
+    for (left_out -= count; left_out != 0; --left_out) {
+      if (!find_part(all, axis++, item)) return false;
+    }
+    item.is_scalar = false;
   }
-  item.shape.insert(item.shape.end(), row_shape_.begin() + std::ptrdiff_t(count - 1),
+  item.shape.insert(item.shape.end(), row_shape_.begin() + std::ptrdiff_t(axis) - 1,
                     row_shape_.end());
-  return item.is_range() || (item.nbytes <= Item::kBytesMax && std::has_single_bit(item.nbytes));
+  item.is_scalar = item.is_scalar && item.shape.empty();
+  return !item.selects || item.count * item.nbytes <= Item::kSelectedMax;
 }
 
-// Finds the rows of a slice; false if they are none, or go backwards, or the slice has other
-// objects than integers, whose code would run.
-bool RowCalls::find_rows(nb::handle slice, Item& item) const {
+// Adds the part of a key for one axis; false if it selects nothing or has other objects than
+// integers, whose code would run.
+bool RowCalls::find_part(nb::handle part, size_t axis, Item& item) const {
+  const int64_t length = axis == 0 ? length_ : row_shape_[axis - 1];
+  if (axis != 0 && !item.cut) item.nbytes /= uint64_t(length);
+  if (!PySlice_Check(part.ptr())) {
+    auto index = host_.integer(part);
+    if (!index || *index < -length || *index >= length) return false;
+    if (item.cut) {
+      item.shape.push_back(length);
+      item.rest.append(part);
+      item.selects = true;
+    } else {
+      item.begin += uint64_t(*index < 0 ? *index + length : *index) * item.nbytes;
+    }
+    return true;
+  }
   for (const char* bound : {"start", "stop", "step"}) {
-    const nb::object value = slice.attr(bound);
+    const nb::object value = part.attr(bound);
     if (!value.is_none() && !host_.integer(value)) return false;
   }
   Py_ssize_t start, stop, step;
-  if (PySlice_Unpack(slice.ptr(), &start, &stop, &step) != 0) {
+  if (PySlice_Unpack(part.ptr(), &start, &stop, &step) != 0) {
     PyErr_Clear();
     return false;
   }
-  const Py_ssize_t count = PySlice_AdjustIndices(length_, &start, &stop, step);
-  if (count == 0 || step < 0) return false;
-  item.begin = uint64_t(start) * row_bytes_;
-  item.count = uint64_t(count);
-  item.stride = uint64_t(step) * row_bytes_;
-  item.shape.push_back(count);
+  const Py_ssize_t count = PySlice_AdjustIndices(length, &start, &stop, step);
+  if (count == 0) return false;
+  const uint64_t first = uint64_t(step < 0 ? start + (count - 1) * step : start);
+  const uint64_t apart = count == 1 ? 1 : uint64_t(std::abs(step));
+  // Rows lie apart, and columns from the first to the last side by side.
+  const auto held = axis == 0 ? count : item.cut ? length : Py_ssize_t((count - 1) * apart + 1);
+  item.shape.push_back(held);
+  if (axis == 0) {
+    item.begin = first * row_bytes_;
+    item.count = uint64_t(count);
+    item.stride = apart * row_bytes_;
+  } else if (!item.cut) {
+    item.begin += first * item.nbytes;
+    item.nbytes *= uint64_t(held);
+  }
+  const bool whole = held == count && step > 0;
+  if (item.cut && !whole) {
+    item.rest.append(part);
+  } else {
+    const nb::int_ by(axis == 0 ? (step < 0 ? -1 : 1) : step);
+    item.rest.append(nb::steal(PySlice_New(nullptr, nullptr, whole ? nullptr : by.ptr())));
+  }
+  item.cut = item.cut || axis != 0;
+  item.selects = item.selects || !whole;
   return true;
 }
 

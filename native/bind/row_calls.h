@@ -176,7 +176,7 @@ class RowCalls {
   struct Item;
 
   bool find_item(nb::handle key, Item& item) const;
-  bool find_rows(nb::handle slice, Item& item) const;
+  bool find_part(nb::handle part, size_t axis, Item& item) const;
   nb::object gather_on_host(nb::handle idx, nb::handle out, nb::handle end);
   bool look_on_host(nb::handle idx, nb::handle out, Operands& operands, HostArray& indices,
                     HostArray& rows);

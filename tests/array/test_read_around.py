@@ -239,15 +239,22 @@ def test_columns_are_read_around_the_cache(
 ) -> None:
     cells = table(tmp_path, rows, columns, kind)
     with opened(tmp_path, cells, device=fw.device.CpuDevice(threads), cache=SMALLEST) as x:
-        for key in (np.s_[:, 0], np.s_[:, -1], np.s_[5:30, 1], np.s_[3::7, 2], np.s_[-20:, 0]):
+        for key in (
+            *(np.s_[:, 0], np.s_[:, -1], np.s_[5:30, 1], np.s_[3::7, 2], np.s_[-20:, 0]),
+            *(np.s_[:, 1:3], np.s_[7:, -2:], np.s_[::-2, :2], np.s_[:, :-1:2]),
+            *(np.s_[5::3, -1:0:-1], np.s_[..., 1]),
+        ):
             np.testing.assert_array_equal(x[key], cells[key])
             assert x[key].dtype == cells.dtype
+            assert x[key].flags.c_contiguous
 
         assert x.stats.commands == 0
         assert x.stats.hits == 0
         read = x.stats.bytes_read
         x[:, 0]
         assert x.stats.bytes_read - read == rows * cells.itemsize, "of each row only the cell"
+        x[:, 1:3]
+        assert x.stats.bytes_read - read == 3 * rows * cells.itemsize, "of each row two cells"
 
 
 @pytest.mark.parametrize(("rows", "columns", "kind"), WIDE)
@@ -264,6 +271,7 @@ def test_columns_of_newer_bytes_come_from_the_frames(
             cells[where] = values
             column = int(random.integers(columns))
             np.testing.assert_array_equal(x[:, column], cells[:, column])
+            np.testing.assert_array_equal(x[:, column:], cells[:, column:])
         assert x.stats.hits > 0
 
 
@@ -272,7 +280,7 @@ def test_columns_are_read_by_commands_where_no_page_cache_helps(tmp_path: Path, 
     cells = table(tmp_path, 3000, 64, "f4")
     controller = fw.nvme.SoftwareController(commands=True)
     with opened(tmp_path, cells, cache=cache, controller=controller) as x:
-        for column in (0, 63, -2):
+        for column in (0, 63, -2, np.s_[3:5], np.s_[1:63], np.s_[::9]):
             np.testing.assert_array_equal(x[:, column], cells[:, column])
         assert x.stats.commands > 0
         assert x.stats.bypasses == 0
@@ -281,8 +289,17 @@ def test_columns_are_read_by_commands_where_no_page_cache_helps(tmp_path: Path, 
 def test_columns_of_more_axes_leave_the_others(tmp_path: Path) -> None:
     cells = table(tmp_path, 600, 4 * 8 * 3, "f4").reshape(600, 4, 8, 3)
     with opened(tmp_path, cells) as x:
-        for key in (np.s_[:, 1, 2, 0], np.s_[10:20, 3], np.s_[::5, 2, 1], np.s_[7:], np.s_[::3]):
+        for key in (
+            *(np.s_[:, 1, 2, 0], np.s_[10:20, 3], np.s_[::5, 2, 1], np.s_[7:], np.s_[::3]),
+            *(np.s_[:, 1:3], np.s_[:, 1:3, 2], np.s_[5:, 2, 1:7:3, 1], np.s_[..., 1:]),
+            *(np.s_[::-1, ..., 2], np.s_[3, :, -1:], np.s_[1, 2:, 3, ::-2], np.s_[1, 1, 1, 1]),
+            *(np.s_[1, ..., 1, 1, 1], np.s_[:, 2:2], np.s_[9:3:-1, 3, 1:2]),
+        ):
             np.testing.assert_array_equal(x[key], cells[key])
+            assert type(x[key]) is type(cells[key])
+        for key in (np.s_[:, :, 9, 0], np.s_[:, 1:, 0, -9], np.s_[..., ...], np.s_[0, 0, 0, 0, 0]):
+            with pytest.raises(IndexError):
+                x[key]
 
 
 def test_columns_that_the_file_has_lost_raise_and_are_never_zeros(tmp_path: Path) -> None:

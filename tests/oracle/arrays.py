@@ -157,21 +157,33 @@ def read_element(hand: Hand) -> None:
     hand.check(held, read, got[None])
 
 
-@step(3)
-def read_column(hand: Hand) -> None:
-    """Read x[a:b:s, j, ...]: a column, or a part of one."""
+def _part_of(hand: Hand, length: int) -> int | slice:
+    """Draw an index or a slice of an axis, of which some go backwards or select nothing."""
+    draw = hand.random.random()
+    if draw < 0.5:
+        return hand.random.randrange(-length, length)
+    if draw < 0.6:
+        return slice(None)
+    ends = (hand.random.choice((None, hand.random.randint(-length - 1, length))) for _ in range(2))
+    return slice(*ends, hand.random.choice((None, 1, 2, 3, -1, -2)))
+
+
+@step(5)
+def read_columns(hand: Hand) -> None:
+    """Read x[a:b:s, j, c:d:t, ...]: columns, or parts of some."""
     held = choose(hand)
     if held is None or not held.row_shape or 0 in held.row_shape:
         return
     axes = held.row_shape[: hand.random.randint(1, len(held.row_shape))]
-    place = tuple(hand.random.randrange(-length, length) for length in axes)
-    ends = sorted(hand.random.sample(range(held.count + 1), 2))
-    rows = hand.random.choice((slice(None), slice(*ends), slice(*ends, 3)))
-    hand.say("{}[{}]", held, (rows, *place))
+    place = tuple(_part_of(hand, length) for length in axes)
+    rows = _part_of(hand, held.count)
+    rows = slice(rows, rows + 1 or None) if isinstance(rows, int) else rows
+    dots = (Ellipsis,) if hand.odds(0.2) else ()
+    hand.say("{}[{}]", held, (rows, *place, *dots))
     numbers = np.arange(held.count)[rows]
     read = held.model.read(numbers)
     got = held.model.now[numbers]
-    got[(slice(None), *place)] = held.array[(rows, *place)]
+    got[(slice(None), *place)] = held.array[(rows, *place, *dots)]
     hand.check(held, read, got)
 
 

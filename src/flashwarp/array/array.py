@@ -205,10 +205,10 @@ class Array(Protocols):
 
         Blocks. Takes integers, slices, Ellipsis, None, and integer or boolean arrays on any axes.
         If the whole key is an array of another library, `gather` reads its rows. Reads whole rows
-        of the first axis, but on the CPU device only what is named by integers, as ``x[i, j]``,
-        and by a slice before them, as ``x[:, j]``. If another key takes a part of rows, as
-        ``x[:, 2:5]`` does, they are read in blocks of `config.key_bytes`. The result is always a
-        copy, never a view of the array.
+        of the first axis, but on the CPU device only the columns that integers and slices name, as
+        ``x[i, j]`` and ``x[:, 2:5]``. If another key takes a part of rows, as ``x[:, [2, 5]]``
+        does, they are read in blocks of `config.key_bytes`. The result is always a copy, never a
+        view of the array.
 
         Raises
         ------

@@ -1,8 +1,8 @@
-// Gathers of cells at equal distances, such as a column of a table, for threads of the CPU device.
+// Gathers of cells at equal distances, such as columns of a table, for threads of the CPU device.
 //
 // Cells of one line share its look-up. Cells of absent lines are copied from the page cache if it
-// has them, and fill no frame: one cell is not worth a line. Their widths are powers of two, so no
-// cell straddles lines.
+// has them, and fill no frame: one cell is not worth a line. A cell that straddles lines is read in
+// parts.
 #pragma once
 
 #include "rows.cuh"
@@ -24,34 +24,40 @@ struct copy_cells {
 template <typename Policy>
 FW_DEVICE void gather_cells(const row_params& p) {
   using reader = cache::piece_reader<Policy, cache::cells>;
-  // What a thread takes at a time.
-  constexpr uint64_t kTaken = 16 << 10;
+  // What a thread takes at a time, in bytes of its caller.
+  constexpr uint64_t kTaken = 64 << 10;
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
   const lanes here = lanes::all();
   const uint64_t line = cache::line_bytes(p.geometry);
   const uint64_t stride = p.from_front;
   const uint64_t width = p.from_end;
-  warp::item_loop loop(p.index_count, kTaken);
+  warp::item_loop loop(p.index_count, width < kTaken ? kTaken / width : 1);
   cache::tally tally;
   cache::tally ahead;
   reader cells_of(p.geometry, v, cache::around::kAll);
   cache::refresh(c, v, here);
   uint64_t k = 0;
   uint64_t end = 0;
+  uint64_t done = 0;  // bytes of cell `k`
   while (k < end || loop.next(k, end)) {
     cache::cells bundle[reader::kBundle];
     uint32_t count = 0;
     while (k < end && count < reader::kBundle) {
-      const uint64_t begin = p.row_bytes + k * stride;
+      const uint64_t begin = p.row_bytes + k * stride + done;
       const uint64_t offset = begin & (line - 1);
-      uint64_t n = stride >= line ? 1 : (line - offset - 1) / stride + 1;
+      const uint64_t room = line - offset;
+      const uint64_t left = width - done;
+      const uint64_t part = left < room ? left : room;
+      const bool more = part == width && stride < line;
+      uint64_t n = more ? (room - width) / stride + 1 : 1;
       if (n > end - k) n = end - k;
-      const uint64_t buffer = reinterpret_cast<uint64_t>(p.rows) + k * width;
+      const uint64_t buffer = reinterpret_cast<uint64_t>(p.rows) + k * width + done;
       const uint64_t number = v.line_begin + (begin >> p.geometry.line_shift);
-      bundle[count++] = {{number, offset, n * width, buffer}, n, width, stride};
-      tally.bytes_used += n * width;
-      k += n;
+      bundle[count++] = {{number, offset, n * part, buffer}, n, part, stride};
+      tally.bytes_used += n * part;
+      done = part == left ? 0 : done + part;
+      if (done == 0) k += n;
     }
     uint32_t rest = cells_of.read(bundle, count, tally);
     // If the storage makes the thread wait, the lines of a bundle are on their way together.

@@ -200,7 +200,8 @@ class Launcher:
         """
         row = self.format.row_bytes
         if verb == "cells" and counting is not None:
-            lines = min(count, -(-count * counting[1] // self.volume.cache.line_bytes))
+            line, (_, stride, width) = self.volume.cache.line_bytes, counting
+            lines = min(count * (1 + width // line), -(-count * stride // line))
             params = self._packing.pack((0, count, 0, buffer, 0), 1, counting=counting)
             warps = -(-lines // _LINES_WORTH_A_THREAD)
             return self._prepared_launch("gather_cells", warps, len(params)), params

@@ -105,6 +105,7 @@ FW_DEVICE void copy_from_frame(const piece& what, const char* from) {
   warp::copy<warp::source::kFrame>(lanes::all(), what.buffer, reinterpret_cast<uint64_t>(from),
                                    what.bytes);
 }
+// Cells of so many bytes, all of them aligned.
 template <uint32_t kBytes>
 FW_DEVICE void copy_words(const cells& what, const char* from) {
   char* const to = reinterpret_cast<char*>(what.buffer);
@@ -114,8 +115,9 @@ FW_DEVICE void copy_words(const cells& what, const char* from) {
   }
 }
 FW_DEVICE void copy_from_frame(const cells& what, const char* from) {
-  if (what.width == 4) return copy_words<4>(what, from);
-  if (what.width == 8) return copy_words<8>(what, from);
+  const uint64_t places = reinterpret_cast<uint64_t>(from) | what.stride | what.buffer;
+  if (what.width == 4 && places % 4 == 0) return copy_words<4>(what, from);
+  if (what.width == 8 && places % 8 == 0) return copy_words<8>(what, from);
   for (uint64_t i = 0; i < what.count; i++) {
     const uint64_t buffer = what.buffer + i * what.width;
     copy_from_frame(piece{0, 0, what.width, buffer}, from + i * what.stride);
