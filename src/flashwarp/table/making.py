@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,8 @@ from flashwarp.storage import files, npy
 from flashwarp.table.record import Record, record_path
 from flashwarp.table.update import RULES, Rule
 
-Initial: TypeAlias = (
-    Literal["normal", "uniform", "zeros"] | Callable[[int, int], npt.NDArray[np.float32]]
-)
+Draw: TypeAlias = Callable[[int, int], npt.NDArray[np.float32]]
+Initial: TypeAlias = Literal["normal", "uniform", "zeros"] | Draw
 
 # Rows that a thread draws and writes at a time take this many bytes.
 _BLOCK_BYTES = 16 << 20
@@ -103,35 +103,105 @@ def create_table(
     >>> import flashwarp.torch
     >>> flashwarp.torch.create_table("items.npy", 10_000, 64, scale=0.1)
     """
-    rule = rule_of(optimizer)
+    new = NewTable.of(rows, dim, optimizer, init, scale, state, seed)
     overwrite = flag("overwrite", overwrite)
-    rows, dim = integer("rows", rows, 1, SIZE_MAX), integer("dim", dim, 1, SIZE_MAX)
-    width = -(-rule.width(dim) // _WORD_ELEMENTS) * _WORD_ELEMENTS
-    scale, state = number("scale", scale, -_MAX, _MAX), number("state", state, -_MAX, _MAX)
-    draw = _weights(init, scale, integer("seed", seed, 0, SIZE_MAX), dim)
-    layout = npy.empty_layout((rows, width), np.float32)
+    layout = npy.empty_layout((rows, new.width), np.float32)
     target = files.check_new(files.check_name(path), overwrite)
     with files.Draft(target, overwrite, lock=True) as draft:
         try:
             npy.write_empty(draft.descriptor, layout)
             draft.warn_of_room(layout.nbytes)
-            if draw is not None or state:
-                write = _Writer(draft.descriptor, layout.offset, rows, width, dim, draw)
-                write.state = slice(dim, rule.width(dim)), state
-                write.all()
-                os.fsync(draft.descriptor)
+            new.write(draft.descriptor, layout.offset, range(rows))
+            os.fsync(draft.descriptor)
         except OSError as error:
             raise files.write_error(error, target) from error
         # A record of an older table must not describe this one, not even after a crash.
         with contextlib.suppress(FileNotFoundError):
             Path(record_path(target)).unlink()
         draft.publish()
-    Record(rule.name, rows, dim, width).write(target)
+    new.record(rows).write(target)
 
 
-def _weights(
-    init: Initial, scale: float, seed: int, dim: int
-) -> Callable[[int, int], npt.NDArray[np.float32]] | None:
+@dataclass(frozen=True)
+class NewTable:
+    """What the rows of a new table are.
+
+    Attributes
+    ----------
+    rule : Rule
+        Whose state they hold.
+    rows, dim, width : int
+        Rows of the table, weights of a row, elements of a row.
+    draw : callable, optional
+        Draws the weights of so many rows from a first one on. Default: zeros.
+    state : float
+        Of each element of the optimizer's state.
+    """
+
+    rule: Rule
+    rows: int
+    dim: int
+    width: int
+    draw: Draw | None
+    state: float
+
+    @classmethod
+    def of(
+        cls,
+        rows: int,
+        dim: int,
+        optimizer: str,
+        init: Initial,
+        scale: float,
+        state: float,
+        seed: int,
+    ) -> Self:
+        """Check the arguments of `create_table`; raises ArgumentError."""
+        rule = rule_of(optimizer)
+        rows, dim = integer("rows", rows, 1, SIZE_MAX), integer("dim", dim, 1, SIZE_MAX)
+        width = -(-rule.width(dim) // _WORD_ELEMENTS) * _WORD_ELEMENTS
+        scale, state = number("scale", scale, -_MAX, _MAX), number("state", state, -_MAX, _MAX)
+        draw = _weights(init, scale, integer("seed", seed, 0, SIZE_MAX), dim)
+        return cls(rule, rows, dim, width, draw, state)
+
+    def record(self, rows: int) -> Record:
+        """Return the record of a file that has so many of the rows."""
+        return Record(self.rule.name, rows, self.dim, self.width)
+
+    def write(self, descriptor: int, offset: int, rows: range) -> None:
+        """Write a range of the rows to a file of zeros, from an offset on, by several threads."""
+        if self.draw is None and not self.state:
+            return
+        # Blocks of the table and not of the file: they have the same weights in any file.
+        block = max(1, _BLOCK_BYTES // (4 * self.width))
+        threads = min(_THREADS_MAX, os.cpu_count() or 1)
+
+        def write_block(first: int) -> None:
+            begin, end = max(first, rows.start), min(first + block, rows.stop)
+            content = self._block(first, end)[begin - first :]
+            place = offset + (begin - rows.start) * self.width * 4
+            _native.write_file(descriptor, place, content, piece_bytes=_PIECE_BYTES)
+
+        with endings.Pool(threads, "flashwarp-table") as pool:
+            firsts = range(rows.start // block * block, rows.stop, block)
+            for written in [pool.submit(write_block, first) for first in firsts]:
+                written.result()
+
+    def _block(self, first: int, end: int) -> npt.NDArray[np.float32]:
+        block = np.zeros((end - first, self.width), np.float32)
+        if self.draw is not None:
+            weights = np.asarray(self.draw(first, end - first))
+            if weights.shape != (end - first, self.dim) or weights.dtype.kind not in "fiu":
+                raise ArgumentError(
+                    f"init gave shape {weights.shape} of {weights.dtype} for rows {first} to "
+                    f"{end}, which have shape {(end - first, self.dim)}"
+                )
+            block[:, : self.dim] = weights
+        block[:, self.dim : self.rule.width(self.dim)] = self.state
+        return block
+
+
+def _weights(init: Initial, scale: float, seed: int, dim: int) -> Draw | None:
     """Return what draws the weights of some rows; None: zeros."""
     if callable(init):
         return init
@@ -148,38 +218,3 @@ def _weights(
         return (random.random((rows, dim), np.float32) * 2 - 1) * np.float32(scale)
 
     return draw
-
-
-class _Writer:
-    """Writes blocks of rows to a file; several threads call it."""
-
-    def __init__(
-        self, descriptor: int, offset: int, rows: int, width: int, dim: int, draw: Any
-    ) -> None:
-        self.descriptor, self.offset, self.rows = descriptor, offset, rows
-        self.width, self.dim, self.draw = width, dim, draw
-        self.state: tuple[slice, float] = (slice(0), 0.0)
-
-    def all(self) -> None:
-        """Write all rows."""
-        block = max(1, _BLOCK_BYTES // (4 * self.width))
-        threads = min(_THREADS_MAX, os.cpu_count() or 1)
-        with endings.Pool(threads, "flashwarp-table") as pool:
-            firsts = range(0, self.rows, block)
-            for written in [pool.submit(self, first, block) for first in firsts]:
-                written.result()
-
-    def __call__(self, first: int, count: int) -> None:
-        count = min(count, self.rows - first)
-        block = np.zeros((count, self.width), np.float32)
-        if self.draw is not None:
-            weights = np.asarray(self.draw(first, count))
-            if weights.shape != (count, self.dim) or weights.dtype.kind not in "fiu":
-                raise ArgumentError(
-                    f"init gave shape {weights.shape} of {weights.dtype} for rows {first} to "
-                    f"{first + count}, which have shape {(count, self.dim)}"
-                )
-            block[:, : self.dim] = weights
-        block[:, self.state[0]] = self.state[1]
-        place = self.offset + first * self.width * 4
-        _native.write_file(self.descriptor, place, block, piece_bytes=_PIECE_BYTES)
