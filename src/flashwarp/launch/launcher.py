@@ -200,8 +200,8 @@ class Launcher:
         """
         row = self.format.row_bytes
         if verb == "cells" and counting is not None:
-            line, (_, stride, width) = self.volume.cache.line_bytes, counting
-            lines = min(count * (1 + width // line), -(-count * stride // line))
+            line_bytes, (_, stride, cell) = self.volume.cache.line_bytes, counting
+            lines = min(count * (1 + cell // line_bytes), -(-count * stride // line_bytes))
             params = self._packing.pack((0, count, 0, buffer, 0), 1, counting=counting)
             warps = -(-lines // _LINES_WORTH_A_THREAD)
             return self._prepared_launch("gather_cells", warps, len(params)), params
