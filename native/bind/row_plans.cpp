@@ -19,6 +19,9 @@ void bind_row_plans(nanobind::module_& m);
 namespace fw::native {
 namespace {
 
+// As `cache.sizes` has it.
+constexpr uint64_t kLineBytesMin = 512;
+
 Plan gpu_plan(uintptr_t function, uint32_t blocks, uint32_t block_threads) {
   Plan plan;
   plan.function = handle(function);
@@ -94,7 +97,11 @@ void RowPlans::run(nb::handle launcher, const RowSize& size, const RowOperands& 
                    uint64_t strays) {
   // The launcher wakes what serves the array, and says what the launch uses.
   const nb::object uses = staying([&] { return launcher.attr(wake_)(); });
-  const uint64_t ahead = staying([&] { return nb::cast<uint64_t>(launcher.attr(look_ahead_)()); });
+  // An element, or a short row, has no lines to look ahead to.
+  const bool few =
+      size.index_bytes == 0 && size.verb != RowSize::Verb::kCells && size.count <= kLineBytesMin;
+  const uint64_t ahead =
+      few ? 0 : staying([&] { return nb::cast<uint64_t>(launcher.attr(look_ahead_)()); });
   // A copy: the plan may be forgotten meanwhile.
   PreparedRows found = of(launcher, size, operands.rows);
   found.parameter.point_to(operands, ahead, strays);

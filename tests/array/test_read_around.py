@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +314,32 @@ def test_columns_that_the_file_has_lost_raise_and_are_never_zeros(tmp_path: Path
         with pytest.raises(StorageError):
             x[:, 3]
         np.testing.assert_array_equal(x[:1400, 3], cells[:1400, 3])
+
+
+def test_an_element_takes_few_calls_of_python(tmp_path: Path) -> None:
+    """Each costs a tenth of what the rest of such a read does."""
+    cells = table(tmp_path, 100, 7, "f4")
+    called: list[str] = []
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    with opened(tmp_path, cells) as x:
+        x[3, 4]
+        sys.setprofile(note)
+        try:
+            x[5, 6]
+        finally:
+            sys.setprofile(None)
+
+    assert len(called) <= 5, called
+
+
+def test_a_storage_that_was_closed_serves_its_array_on(tmp_path: Path) -> None:
+    cells = table(tmp_path, 100, 7, "f4")
+    storage = fw.storage.File(tmp_path / "rows.bin")
+    with fw.open(storage, dtype="f4", shape=cells.shape, device="cpu") as x:
+        storage.close()
+        assert x[5, 6] == cells[5, 6]
+        np.testing.assert_array_equal(x.gather(np.arange(100)), cells)

@@ -177,7 +177,7 @@ class File(Storage):
         Costs 0.2 us, and 50 us each time that `Config.review_bytes` were read.
         """
         if self.review is not None:
-            self.review.look(self.native)
+            self.review.look(self._native)  # an array goes on after `close`
 
     def leave_pages(self) -> None:
         """Give up its lease and its share of pinned memory: no device reads it in place.
