@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,6 +82,7 @@ def test_programs_are_shown_until_they_die(
     assert row["counts"]["misses"] == 2
     assert row["hit_rate"] == 1.0  # in the interval; 2 of all accesses missed
     assert shown[0]["threads"] >= 2
+    assert set(shown[0]["memory"]) == {"anonymous", "shared", "mapped files"}
 
     first.kill()
     first.wait()
@@ -98,6 +100,8 @@ def test_the_text_has_a_line_for_each_route(
     told = capsys.readouterr().out
     head, line = told.splitlines()
     assert head.split()[:4] == ["pid", "program", "kind", "route"]
+    assert head.split()[-5:] == ["memory", "mapped", "files", "pinned", "threads"]
+    assert len(re.findall(r"[\d.]+ [KMG]iB", line)) == 2
     assert line.startswith(str(program.pid))
     assert "direct, cpu" in line
 

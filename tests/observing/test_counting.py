@@ -141,3 +141,20 @@ def test_a_program_that_may_import_nothing_more_goes_on(
 
     with fw.open(table, device="cpu") as x:
         assert x[3, 3] == 3 * 64 + 3
+
+
+def test_pages_of_mapped_files_are_no_memory_of_the_process(tmp_path: Path) -> None:
+    nbytes = 64 << 20
+    np.zeros(nbytes, np.uint8).tofile(tmp_path / "x.bin")
+    before = fw.observing.counters()["memory"]
+
+    mapped = np.memmap(tmp_path / "x.bin", np.uint8, "r")
+    assert not mapped.any()
+    of_files = fw.observing.counters()["memory"]
+    held = np.ones(nbytes, np.uint8)
+    own = fw.observing.counters()["memory"]
+
+    assert of_files["mapped files"] - before["mapped files"] > nbytes // 2
+    assert of_files["anonymous"] - before["anonymous"] < nbytes // 2
+    assert own["anonymous"] - of_files["anonymous"] > nbytes // 2
+    assert held[-1] == 1

@@ -7,6 +7,7 @@ sums of a process never fall.
 from __future__ import annotations
 
 import os
+import re
 import time
 import weakref
 from collections import Counter
@@ -19,6 +20,7 @@ from flashwarp.device import Device, OwnedStream, host_memory
 from flashwarp.errors import FlashwarpError
 
 _COMMAND_MAX = 200
+_MEMORY = {"RssAnon": "anonymous", "RssShmem": "shared", "RssFile": "mapped files"}
 
 
 class Key(NamedTuple):
@@ -116,8 +118,10 @@ def counters() -> dict[str, Any]:
     Returns
     -------
     dict
-        "pid", "command", "uptime_s", "threads", "pinned" (bytes by use), and "sums": for each kind,
-        route, device and set of disks the counts of `Stats`, and how many are "open" now.
+        "pid", "command", "uptime_s", "threads", "pinned" (bytes by use), "memory" (resident bytes
+        by kind: "anonymous", "shared", and the "mapped files", whose pages the kernel takes back
+        when it needs them), and "sums": for each kind, route, device and set of disks the counts of
+        `Stats`, and how many are "open" now.
 
     Examples
     --------
@@ -141,8 +145,15 @@ def counters() -> dict[str, Any]:
         "uptime_s": time.monotonic() - _since,
         "threads": len(os.listdir("/proc/self/task")),
         "pinned": _pinned({each.device for each in entries}),
+        "memory": _memory(),
         "sums": [{**key._asdict(), "open": opened[key], **sums[key]} for key in sums],
     }
+
+
+def _memory() -> dict[str, int]:
+    """Return resident bytes of the process by kind, as proc_pid_status(5) tells them apart."""
+    told = dict(re.findall(r"^(\w+):\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M))
+    return {shown: int(told.get(name, 0)) << 10 for name, shown in _MEMORY.items()}
 
 
 def _pinned(devices: set[Device]) -> dict[str, int]:

@@ -55,11 +55,14 @@ class Collector:
         for each in sums:
             opened.add_metric(_labels(each), each["open"])
         yield opened
-        what = "Host memory that is pinned, by use."
-        pinned = GaugeMetricFamily("flashwarp_pinned_bytes", what, labels=("use",))
-        for use, nbytes in found["pinned"].items():
-            pinned.add_metric((use,), nbytes)
-        yield pinned
+        for each, label, what in (
+            ("pinned", "use", "Host memory that is pinned, by use."),
+            ("memory", "kind", "Resident host memory; the kernel takes back what is mapped files."),
+        ):
+            gauge = GaugeMetricFamily(f"flashwarp_{each}_bytes", what, labels=(label,))
+            for name, nbytes in found[each].items():
+                gauge.add_metric((name,), nbytes)
+            yield gauge
 
 
 def _labels(sums: dict[str, Any]) -> tuple[str, ...]:

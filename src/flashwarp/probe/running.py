@@ -23,7 +23,7 @@ _ANSWER_S = 1.0
 _COUNTS = tuple(Stats.__dataclass_fields__)
 HEADINGS = (
     *("pid", "program", "kind", "route", "open", "hits", "read", "written", "ceiling"),
-    *("waits/s", "errors", "pinned", "threads"),
+    *("waits/s", "errors", "memory", "mapped files", "pinned", "threads"),
 )
 
 
@@ -145,7 +145,8 @@ class Process:
 
     def as_dict(self, rates: dict[str, float]) -> dict[str, Any]:
         """Return everything, for JSON."""
-        said = {each: self.said.get(each) for each in ("command", "uptime_s", "threads", "pinned")}
+        names = ("command", "uptime_s", "threads", "pinned", "memory")
+        said = {each: self.said.get(each) for each in names}
         return {"pid": self.pid, **said, "failed": self.failed, "routes": self.rows(rates)}
 
 
@@ -199,10 +200,15 @@ def lines(process: dict[str, Any], program_max: int = 24) -> list[tuple[str, ...
     first = (str(process["pid"]), f"{os.path.basename(program)} {rest}"[:program_max].strip())
     if process["failed"]:
         return [(*first, *[""] * (len(HEADINGS) - 2))]
-    last = binary(sum((process["pinned"] or {}).values())), str(process["threads"])
-    moved = [_moved(row) for row in process["routes"]] or [("",) * (len(HEADINGS) - 4)]
+    memory = dict(process["memory"] or {})
+    files = memory.pop("mapped files", 0)
+    sizes = sum(memory.values()), files, sum((process["pinned"] or {}).values())
+    last = *map(binary, sizes), str(process["threads"])
+    blank = ("",) * len(last)
+    moved = [_moved(row) for row in process["routes"]]
+    moved = moved or [("",) * (len(HEADINGS) - len(first) - len(last))]
     # What is of the process stands in its first line.
-    return [(*first, *moved[0], *last), *(("", "", *each, "", "") for each in moved[1:])]
+    return [(*first, *moved[0], *last), *(("", "", *each, *blank) for each in moved[1:])]
 
 
 def _moved(row: dict[str, Any]) -> tuple[str, ...]:
