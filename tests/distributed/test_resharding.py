@@ -66,33 +66,53 @@ def test_bad_input_is_the_same_error_on_all(pool: Any, tmp_path: Path) -> None:
     assert "the array has 1 shards, and the group 3 ranks" in found[0][6][1]
 
 
+def kill(
+    pool: Any, folder: Path, before: int, after: int, deal: str, shared: bool, *when: Any
+) -> int:
+    """Deal rows anew with a rank that is killed; return how many shards there are then."""
+    count = max(before, after)
+    pool.run(before, programs.fill, folder, deal, SHAPE, shared)
+    doomed, rank = Pool(folder, count), when[0]
+    try:
+        doomed.start(count, programs.until_killed_while_dealing, folder, shared, after, *when)
+        for each in set(range(count)) - {rank}:
+            doomed.result(each)
+        doomed.processes[rank].join(0.2)  # it may have got through
+    finally:
+        doomed.close()
+    first = programs.home(folder, 0, shared)
+
+    ranks = json.loads((first / "sharded.json").read_text())["ranks"]
+
+    pool.run(ranks, programs.check, folder, SHAPE, shared, "r")
+    names = pool.run(ranks, programs.check, folder, SHAPE, shared, "r+")
+    # The writer has removed what was left.
+    assert all(len([n for n in each if n.startswith("sh")]) <= ranks + 1 for each in names)
+    pool.run(count, programs.deal_anew, folder, shared, after)
+    pool.run(after, programs.check, folder, SHAPE, shared, "r")
+    return ranks
+
+
 @pytest.mark.parametrize("number", range(KILLS))
 def test_a_killed_rank_leaves_the_old_array_or_the_new_one(
     pool: Any, tmp_path: Path, number: int
 ) -> None:
     draw = np.random.default_rng([SEED, number])
     before, after = (int(each) for each in draw.permutation([1, 2, 3])[:2])
-    count, shared = max(before, after), bool(draw.random() < 0.4)
-    deal = str(draw.choice(["range", "hash"]))
-    pool.run(before, programs.fill, tmp_path, deal, SHAPE, shared)
-    doomed = Pool(tmp_path, count)
+    deal, shared = str(draw.choice(["range", "hash"])), bool(draw.random() < 0.4)
     # A rank that deals anew makes 14 to 21 operations on files.
-    rank, at = int(draw.integers(count)), int(draw.integers(1, 22))
-    try:
-        doomed.start(count, programs.until_killed_while_dealing, tmp_path, shared, after, rank, at)
-        for each in set(range(count)) - {rank}:
-            doomed.result(each)
-        doomed.processes[rank].join(0.2)  # it may have got through
-    finally:
-        doomed.close()
-    first = programs.home(tmp_path, 0, shared)
+    rank, at = int(draw.integers(max(before, after))), int(draw.integers(1, 22))
 
-    ranks = json.loads((first / "sharded.json").read_text())["ranks"]
+    assert kill(pool, tmp_path, before, after, deal, shared, rank, at) in (before, after)
 
-    assert ranks in (before, after)
-    pool.run(ranks, programs.check, tmp_path, SHAPE, shared, "r")
-    names = pool.run(ranks, programs.check, tmp_path, SHAPE, shared, "r+")
-    # The writer has removed what was left.
-    assert all(len([n for n in each if n.startswith("sh")]) <= ranks + 1 for each in names)
-    pool.run(count, programs.deal_anew, tmp_path, shared, after)
-    pool.run(after, programs.check, tmp_path, SHAPE, shared, "r")
+
+@pytest.mark.parametrize(
+    ("rank", "rename", "ranks"), [(0, 2, 2), (1, 2, 2), (0, 3, 2), (1, 3, 3), (2, 3, 3)]
+)
+def test_the_rename_of_rank_0_commits_for_all(
+    pool: Any, tmp_path: Path, rank: int, rename: int, ranks: int
+) -> None:
+    # Each rank gives names to a shard, to what is prepared, and to its manifest, in this order.
+    found = kill(pool, tmp_path, 2, 3, "hash", False, rank, rename, ("os.rename",))
+
+    assert found == ranks

@@ -125,7 +125,7 @@ def test_a_rank_that_never_comes_is_lost_after_the_time_limit(pool: Any, tmp_pat
     found = pool.run(3, programs.never_comes, tmp_path)
 
     assert {kind for kind, _ in found} == {"RankLostError"}
-    assert "did not come within 3 s" in found[0][1]
+    assert "did not come within 2 s" in found[0][1]
 
 
 def test_a_rank_that_never_opens_is_lost_after_the_time_limit(pool: Any, tmp_path: Path) -> None:
