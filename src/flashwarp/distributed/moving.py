@@ -1,8 +1,8 @@
 """Rows between ranks: who asks whom for what, and the bytes that follow.
 
-A call has three messages: how much each rank asks, the numbers of the rows, and the rows. The rows
-of several arrays lie in one message, each array's from a multiple of 64 bytes on. A last step tells
-all ranks whether one has failed.
+A call has four messages: how much each rank asks, the numbers of the rows, whether a rank has
+failed, and the rows. The rows of several arrays lie in one message, each array's from a multiple of
+64 bytes on.
 """
 
 from __future__ import annotations

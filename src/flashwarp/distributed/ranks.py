@@ -100,7 +100,7 @@ class Ranks:
             except BaseException as error:
                 if error is not self._agreed:
                     self.lost = self.lost or f"this rank has left a call by {type(error).__name__}"
-                    self._gloo = None
+                    self._gloo = None  # whoever waits for this rank need not wait longer
                 raise
             finally:
                 self._agreed = None
@@ -180,7 +180,6 @@ class Ranks:
             f"another rank has ended, has left a call, or did not come within {self._timeout_s:g} "
             f"s ({said})"
         )
-        self._gloo = None  # whoever waits for this rank need not wait longer
         raise RankLostError(f"{self.lost}. Open it again: what was flushed is in the files")
 
     # Errors.
