@@ -57,7 +57,8 @@ class ShardedArray(endings.OfProcess):
     If a rank ends, leaves a call by an error of its own, as KeyboardInterrupt, or does not come
     within the time limit, all others raise RankLostError: at once if its connections were closed,
     else after `timeout_s`. Every later call raises it again. Close the array and open it again.
-    What was flushed is in the files; rows that a broken `scatter` stored are old or new.
+    What was flushed is in the files; rows that a broken `scatter` stored are old or new. Signals,
+    as that of Ctrl-C, are handled when a wait for other ranks has ended.
 
     Messages of all calls go over gloo, between host memories, whatever backend the group has, and
     arrays are on the CPU device; on a GPU machine pass ``device="cpu"``. Several threads may use

@@ -21,7 +21,7 @@ from flashwarp.distributed.dealing import Deal, Dealing
 from flashwarp.distributed.ranks import Ranks
 from flashwarp.distributed.saves import RANKS_MAX, Folder, Save, chosen
 from flashwarp.errors import ArgumentError, DeviceError, ExistingFileError, FileFormatError
-from flashwarp.storage import npy
+from flashwarp.storage import files, npy
 from flashwarp.storage.files import PathLike
 from flashwarp.storage.source import Shape
 
@@ -62,7 +62,7 @@ def create_shards(
     save = make_save(ids[0], ids[0], ranks=ranks.count)
 
     def make() -> Array:
-        home.make()
+        files.make_folder(home.path)
         with save.new_shard(home.path, ranks.rank):
             pass
         return _open_shard(ranks, held, home, save, "r+", options)

@@ -157,7 +157,7 @@ def _make_shards(ranks: Ranks, home: Folder, plan: _Plan, seen: dict[int, npy.La
     with contextlib.ExitStack() as made:
 
         def begin() -> _Copier:
-            home.make()
+            files.make_folder(home.path)
             copier = _Copier(home, plan.old, seen, made)
             if ranks.rank < plan.new.ranks:
                 copier.new = made.enter_context(plan.new.new_shard(home.path, ranks.rank))

@@ -173,13 +173,6 @@ class Folder:
         except OSError as error:
             raise files.path_error(error, str(path), writable=False) from error
 
-    def make(self) -> None:
-        """Make the folder, unless it is there."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise files.write_error(error, str(self.path)) from error
-
     def prepare(self, save: Save) -> None:
         """Write the manifest of a save that may become the present one. Durable."""
         self._write(_NEXT, save)

@@ -437,6 +437,18 @@ def write_error(error: OSError, path: str) -> PathError:
 # Folders.
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and what lies above it, durably, unless it is there; raises PathError."""
+    if os.path.isdir(folder):
+        return
+    make_folder(folder.parent)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise write_error(error, str(folder)) from error
+    sync_folder(folder.parent)
+
+
 def sync_folder(folder: str | os.PathLike[str]) -> None:
     """Make the names in a folder durable, as far as its file system can; raises PathError."""
     with writing(str(Path(folder) / "")):

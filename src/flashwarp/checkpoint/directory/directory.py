@@ -113,7 +113,7 @@ class Directory(Catalog):
         self._pool = endings.Pool(_THREADS, "flashwarp-checkpoint")
         self._lock: lock.RankLock | None = None
         if self.writable:
-            self._make_folder(self.path)
+            files.make_folder(self.path)
             self._lock = lock.RankLock(self.path, self.rank)
             if self._lock.held:
                 self._remove_leftovers()
@@ -200,7 +200,7 @@ class Directory(Catalog):
         path = folder / names.manifest_name(record.version)
         if not replaces and os.path.lexists(path):
             raise exists(record.name, record.version, str(path))
-        self._make_folder(folder)
+        files.make_folder(folder)
         if os.path.lexists(folder / record.data):  # another copy of the same, perhaps a damaged one
             number = int.from_bytes(os.urandom(8), "little")
             record = dataclasses.replace(record, data=names.data_name(record.version, number))
@@ -237,7 +237,7 @@ class Directory(Catalog):
     def note_discarded(self, name: str, versions: Iterable[int]) -> None:
         """Note, durably, that versions are discarded of which another store may have copies."""
         folder = self._folder(name)
-        self._make_folder(folder)
+        files.make_folder(folder)
         for version in versions:
             try:
                 (folder / names.discarded_name(version)).touch()
@@ -370,17 +370,6 @@ class Directory(Catalog):
 
     def _turn(self, version: int) -> endings.Lock:
         return self._turns[version % _TURNS]
-
-    def _make_folder(self, folder: Path) -> None:
-        """Make a folder and what lies above it, durably."""
-        if os.path.isdir(folder):
-            return
-        self._make_folder(folder.parent)
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise files.write_error(error, str(folder)) from error
-        sync_folder(folder.parent)
 
     def _remove_leftovers(self) -> None:
         """Remove what writers of this rank left that were killed. The lock is held."""
