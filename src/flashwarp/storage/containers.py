@@ -69,7 +69,8 @@ _ZIP_MAGICS = (b"PK\3\4", b"PK\5\6")
 
 _TEXT_FILE = (
     "text",
-    "parse it, as with numpy.loadtxt or pandas.read_csv, and save the result with numpy.save",
+    "parse it, as with numpy.loadtxt or pandas.read_csv, and save the result with numpy.save, or "
+    "in pieces with flashwarp.create",
 )
 _JSON_FILE = "JSON text", "read it with json.load, and save each array with numpy.save"
 
