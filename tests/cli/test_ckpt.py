@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flashwarp import Checkpointer
 from flashwarp.checkpoint.directory import Directory
 from flashwarp.checkpoint.region import Region
 from flashwarp.cli import main as cli
@@ -135,3 +136,19 @@ def test_what_is_missing_is_named(place: Path, tmp_path: Path) -> None:
             run(*arguments)
     assert run("prune", place, "train", "--keep-last", 0) == 2
     assert run("show", place, "train", "x") == 2
+
+
+def test_the_name_that_checkpointers_have_by_default_need_not_be_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = np.arange(3)
+    with Checkpointer(tmp_path, device="cpu") as checkpointer:
+        checkpointer.protect("state", state)
+        for version in (7, 8, 9):
+            checkpointer.checkpoint(version).result(10)
+
+    assert run("show", tmp_path, 7) == 0
+    assert "state" in capsys.readouterr().out
+    assert run("prune", tmp_path, "--keep-last", 1) == 0
+    assert "removed: 7, 8; 1 left" in capsys.readouterr().out
+    assert run("prune", tmp_path, "default", "--keep-last", 1) == 0

@@ -58,7 +58,7 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
     for each in (listing, verify, copy):
         each.add_argument("name", nargs="?", help="The checkpoint; default all.")
     for each in (show, prune):
-        each.add_argument("name", help="The checkpoint.")
+        each.add_argument("name", nargs="?", default="default", help="Default: default.")
     show.add_argument("version", type=amount(int), help="Which version of it.")
     for each in (listing, verify, prune, copy):
         each.add_argument("--rank", type=amount(int), help="Of this rank; default of all.")
