@@ -11,7 +11,7 @@ from flashwarp import Checkpointer
 from flashwarp.checkpoint.directory import Directory
 from flashwarp.checkpoint.region import Region
 from flashwarp.cli import main as cli
-from flashwarp.errors import LockedError, MissingFileError, MissingVersionError
+from flashwarp.errors import LockedError, MissingFileError, MissingVersionError, PathError
 
 
 @pytest.fixture
@@ -152,3 +152,14 @@ def test_the_name_that_checkpointers_have_by_default_need_not_be_given(
     assert run("prune", tmp_path, "--keep-last", 1) == 0
     assert "removed: 7, 8; 1 left" in capsys.readouterr().out
     assert run("prune", tmp_path, "default", "--keep-last", 1) == 0
+
+
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(100))
+
+    for command in (("list",), ("verify",), ("prune", "--keep-last", 1)):
+        with pytest.raises(PathError, match=r"is a file: give the folder.*/file"):
+            run(command[0], tmp_path / "file", *command[1:])
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(PathError, match=r"is a file, and a folder is wanted.*/file"):
+            Checkpointer(path, device="cpu")

@@ -426,6 +426,7 @@ def write_error(error: OSError, path: str) -> PathError:
     why = {
         errno.EACCES: f"the folder {folder} is not writable for this user: choose another",
         errno.EPERM: f"the folder {folder} does not let this user replace it: choose another",
+        errno.EEXIST: "is a file, and a folder is wanted there: choose another name",
         errno.EROFS: f"the folder {folder} is mounted read-only: choose another",
         errno.ENOSPC: f"the file system of {folder} is full: make room, or choose another",
         errno.EDQUOT: f"the quota of this user in {folder} is used up: make room",

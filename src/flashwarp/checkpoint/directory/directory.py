@@ -36,6 +36,7 @@ from flashwarp.errors import (
     FlashwarpError,
     MissingFileError,
     MissingVersionError,
+    PathError,
     ReadOnlyError,
     StorageError,
 )
@@ -117,6 +118,9 @@ class Directory(Catalog):
             self._lock = lock.RankLock(self.path, self.rank)
             if self._lock.held:
                 self._remove_leftovers()
+        elif os.path.isfile(self.path):
+            why = "is a file: give the folder that a Checkpointer was given"
+            raise PathError(errno.ENOTDIR, why, str(self.path))
         elif not os.path.isdir(self.path):
             raise MissingFileError(errno.ENOENT, "no such folder", str(self.path))
         _open.add(self)
