@@ -57,7 +57,6 @@ test-all: export FLASHWARP_INDEXING_KEYS ?= 12000
 test-all: export FLASHWARP_FUZZ_EXAMPLES ?= 2000
 test-all: export FLASHWARP_SIMULATE_SEEDS ?= 1000
 test-all: export FLASHWARP_RESHARD_KILLS ?= 100
-test-all: export FLASHWARP_SHARDED_PROGRAMS ?= 50
 test-all: export FLASHWARP_STRESS_SECONDS := 10
 test-all: test bench-test  ## All of each long list, guests under QEMU, benchmarks' tests
 

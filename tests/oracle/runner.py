@@ -27,6 +27,7 @@ from oracle import (  # noqa: F401 - their steps
     kernels,
     misuse,
     pipelines,
+    shards,
     sharing,
     tables,
     torches,
@@ -40,6 +41,9 @@ from oracle.world import Hand, World
 ROOMS = sorted({each.room for each in STEPS})
 ALWAYS = ("arrays", "futures")
 """Rooms of all programs; a program has a few of the others."""
+
+ASKED = ("shards",)
+"""Rooms of programs that are asked for them, because their processes take seconds to start."""
 
 HANG_S = 60.0
 """A program that makes no call for longer hangs; on a GPU, which compiles kernels, five times."""
@@ -139,6 +143,7 @@ class Runner:
             for each in STEPS
             if (not wanted or each.room in wanted) and each.run.__name__ not in left_out
         ]
+        self._asked = wanted & set(ASKED)
         self._threads = _Threads()
         self._world: World | None = None
         threading.Thread(target=self._watch, daemon=True).start()
@@ -148,7 +153,8 @@ class Runner:
     def plan(self, world: World) -> list[list[Planned]]:
         """Draw the steps of a program in phases. Threads wait for each other between them."""
         draw = random.Random(f"{world.seed}/plan")
-        rooms = {each for each in ROOMS if each in ALWAYS or draw.random() < 0.3}
+        usual = [each for each in ROOMS if each not in ASKED]
+        rooms = {each for each in usual if each in ALWAYS or draw.random() < 0.3} | self._asked
         drawn = [each for each in self.steps if each.room in rooms] or self.steps
         phases: list[list[Planned]] = []
         number = 0

@@ -45,6 +45,15 @@ def test_programs(device: str) -> None:
     assert re.search(r"[1-9]\d* programs, [1-9]\d* calls, [1-9]\d* checks", ran.stdout), ran.stdout
 
 
+def test_programs_on_shards() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+
+    ran = run("--rooms", "shards", "--calls", CALLS // 10, "--seconds", SECONDS, "--seed", SEED)
+
+    assert ran.returncode == 0, ran.stdout
+    assert re.search(r"[1-9]\d* programs, [1-9]\d* calls, [1-9]\d* checks", ran.stdout), ran.stdout
+
+
 @pytest.mark.parametrize("mutant", sample(MUTANTS, 4), ids=lambda each: each.name)
 def test_a_mend_that_is_missing_is_found(mutant: Mutant) -> None:
     if mutant.rooms == "torches":
