@@ -75,7 +75,7 @@ nb::dict layouts() {
                line_shift)
   FW_STRUCTURE("host_tier", cache::host_tier, tags, frames, subsets)
   FW_STRUCTURE("line_cache", cache::line_cache, geometry, set_control, volumes, page_bytes,
-               tier_ways, tier, refusals, volume_end)
+               tier_ways, tier, refusals, volume_end, owner)
   FW_STRUCTURE("miss_list", cache::miss_list, state, head, tail, capacity_log2)
   FW_STRUCTURE("list_use", cache::list_use, list, launch, blocks, bundle)
   FW_STRUCTURE("share_table", cache::share_table, words, copies, locks, overflows, bucket_bits)
@@ -87,8 +87,8 @@ nb::dict layouts() {
                segments, bundle, misses)
   FW_STRUCTURE("maintenance_params", kernels::maintenance_params, cache, volume, line_begin,
                line_end, lba, lba_count, opcode, prp1, cdw10, drop)
-  FW_STRUCTURE("client_params", kernels::client_params, rows, line_begin, epoch, epoch_opened,
-               missed, list, handed, places, count)
+  FW_STRUCTURE("client_params", kernels::client_params, rows, line_begin, missed, list, handed,
+               places, count)
   FW_STRUCTURE("missed_pieces", kernels::missed_pieces, count, hits, bytes, strays, stray)
   FW_STRUCTURE("graph_rows", graph::rows, offsets, first, vertices, entries, chunks, chunk_log2,
                ahead, backwards, in_place)

@@ -30,6 +30,7 @@ void bind_storage(nb::module_& m);
 void bind_vfio(nb::module_& m);
 void bind_row_calls(nb::module_& m);
 void bind_row_plans(nb::module_& m);
+void bind_sharing(nb::module_& m);
 void bind_testing(nb::module_& m);
 void bind_transfer(nb::module_& m);
 
@@ -89,4 +90,5 @@ NB_MODULE(_native, m) {
   bind_testing(m);
   bind_pipeline(m);
   bind_transfer(m);
+  bind_sharing(m);
 }

@@ -27,10 +27,10 @@ void WakeCall::wake(void* call) {
   for (const auto& sleepers : static_cast<WakeCall*>(call)->all_) sleepers->wake();
 }
 
-void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t limit_ns) {
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t limit_ns, bool shared) {
   const timespec limit = {limit_ns / 1'000'000'000, limit_ns % 1'000'000'000};
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen,
-          limit_ns == 0 ? nullptr : &limit, nullptr, 0);
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), shared ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE,
+          seen, limit_ns == 0 ? nullptr : &limit, nullptr, 0);
 }
 
 void futex_wake_all(std::atomic<uint32_t>& word) {

@@ -55,8 +55,8 @@ class WakeCall {
 };
 
 // Sleeps until `word` is not `seen`, at most `limit_ns` nanoseconds; 0: without limit. May return
-// early.
-void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t limit_ns);
+// early. A `shared` word lies in memory that other processes map.
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t limit_ns, bool shared = false);
 void futex_wake_all(std::atomic<uint32_t>& word);
 
 }  // namespace fw::native

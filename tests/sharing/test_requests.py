@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
+from flashwarp import _native
 from flashwarp.device import shared_memory
 from flashwarp.errors import (
     BoundsError,
@@ -151,65 +152,100 @@ def test_files_that_cannot_be_opened(
     works(path)
 
 
-def numbers(*values: int) -> bytes:
-    return struct.pack(f"<{len(values)}q", *values)
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ({"op": "drop", "dirty": 5}, SharedCacheError),
+        ({"op": "flush", "array": 99}, SharedCacheError),
+        ({"op": "flush", "array": "1"}, SharedCacheError),
+        ({"op": "read"}, SharedCacheError),
+        ({"op": "why"}, SharedCacheError),
+        ({"op": "nonsense"}, SharedCacheError),
+        ({"op": None}, SharedCacheError),
+        ({}, SharedCacheError),
+    ],
+)
+def test_messages_out_of_bounds(
+    owner: fw.Cache, path: Path, body: dict[str, object], error: type[Exception]
+) -> None:
+    with greeted() as client:
+        array = opened(client, path)["array"]
+
+        assert ask(client, {"array": array, **body})["error"] == error.__name__
+    works(path)
+
+
+READ, STORE, PREFETCH = 1, 2, 3
+
+
+def move(cache: fw.Cache, operation: int, begin: int, nbytes: int, memory: np.ndarray) -> int:
+    assert cache._client is not None
+    numbers = np.array([begin, nbytes], "u8")
+    places = numbers.ctypes.data, numbers.ctypes.data + 8, 1, memory.ctypes.data
+    return int(cache._client.requests.move(operation, *places, 10**10))
 
 
 @pytest.mark.parametrize(
-    ("body", "payload", "error"),
+    ("operation", "begin", "nbytes", "error"),
     [
-        ({"op": "read"}, numbers(0), SharedCacheError),
-        ({"op": "read", "hand": 2}, numbers(0), SharedCacheError),
-        ({"op": "read", "hand": 0}, numbers(0), None),
-        ({"op": "read", "hand": 1}, b"", SharedCacheError),
-        ({"op": "read", "hand": 1}, b"1234567", SharedCacheError),
-        ({"op": "read", "hand": 1}, numbers(*range(5000)), SharedCacheError),
-        ({"op": "read", "hand": 1}, numbers(32), BoundsError),
-        ({"op": "read", "hand": 1}, numbers(-1), BoundsError),
-        ({"op": "read", "hand": 1}, numbers(1 << 62), BoundsError),
-        ({"op": "read", "hand": 1}, numbers(1, 1), SharedCacheError),
-        ({"op": "read", "hand": 1}, numbers(2, 1), SharedCacheError),
-        ({"op": "read", "hand": 1}, numbers(*range(31)), None),  # 31 lines of 512 bytes, at most 31
-        ({"op": "read", "array": 99}, numbers(0), SharedCacheError),
-        ({"op": "read", "array": "1"}, numbers(0), SharedCacheError),
-        ({"op": "scatter", "row_bytes": 16}, numbers(0), ReadOnlyError),
-        ({"op": "prefetch", "row_bytes": 16}, numbers(1000), BoundsError),
-        ({"op": "prefetch", "row_bytes": 0}, numbers(0), SharedCacheError),
-        ({"op": "prefetch", "row_bytes": 1, "first": 15_999, "count": 2}, b"", SharedCacheError),
-        ({"op": "prefetch", "row_bytes": 1, "first": 0, "count": 16_000}, b"", None),
-        ({"op": "drop", "dirty": 5}, b"", SharedCacheError),
-        ({"op": "nonsense"}, b"", SharedCacheError),
-        ({"op": None}, b"", SharedCacheError),
-        ({}, b"", SharedCacheError),
+        (READ, 0, 512, None),
+        (READ, 31 * 512, 128, None),  # the last line, of 31 whole ones and a part
+        (READ, 7, 3, None),
+        (READ, 0, 0, BoundsError),
+        (READ, 0, 513, BoundsError),
+        (READ, 15_999, 2, BoundsError),
+        (READ, 16_000, 1, BoundsError),
+        (READ, 1 << 62, 8, BoundsError),
+        (READ, (1 << 64) - 1, (1 << 64) - 1, BoundsError),
+        (STORE, 0, 16, ReadOnlyError),
+        (PREFETCH, 0, 16_000, None),
+        (PREFETCH, 0, 0, None),
+        (PREFETCH, 15_999, (1 << 64) - 1, None),
+        (PREFETCH, 1 << 62, 1, None),
     ],
 )
 def test_requests_out_of_bounds(
     owner: fw.Cache,
     path: Path,
-    body: dict[str, object],
-    payload: bytes,
+    operation: int,
+    begin: int,
+    nbytes: int,
     error: type[Exception] | None,
 ) -> None:
-    with greeted() as client:
-        array = opened(client, path)["array"]
-        answer = ask(client, {"array": array, **body}, payload)
+    memory = np.zeros(1024, "u1")
+    with fw.Cache(shared="rows") as cache, fw.open(path, cache=cache) as x:
+        failed = move(cache, operation, begin, min(nbytes, 1 << 62), memory) != 0
 
-        assert answer.get("error") == (None if error is None else error.__name__)
+        assert failed == (error is not None)
+        if error is not None:
+            assert isinstance(x._attachment.asking.why(), error)
+        elif operation == READ:
+            expected = ROWS.view("u1").reshape(-1)[begin : begin + nbytes]
+            np.testing.assert_array_equal(memory[:nbytes], expected)
     works(path)
 
 
-def test_more_than_the_stage_is_not_stored(owner: fw.Cache, tmp_path: Path) -> None:
-    path = tmp_path / "large.npy"
-    rows = np.zeros(16 << 20, "u1")
-    np.save(path, rows)
-    with greeted() as client:
-        array = opened(client, path, nbytes=rows.nbytes, writable=1)["array"]
-        body = {"op": "scatter", "array": array, "row_bytes": 1 << 20}
+def test_noise_in_the_table_of_requests(owner: fw.Cache, path: Path) -> None:
+    seed = int.from_bytes(os.urandom(4), "little")
+    random = np.random.default_rng(seed)
+    with fw.Cache(shared="rows") as cache, fw.open(path, cache=cache) as x:
+        client = cache._client
+        assert client is not None
+        # A bell, and then the slots: state, operation, begin, bytes.
+        words = np.frombuffer(client.mapped.owner, "u4")[: 16 * (1 + client.facts.slots)]
+        slots = words[16:].reshape(-1, 16)
+        for _ in range(50):
+            slots[:, 1] = random.integers(0, 5, len(slots))
+            slots[:, 2:6] = random.integers(0, 1 << 32, (len(slots), 4))
+            slots[::2, 2:6] %= 700
+            slots[::2, [3, 5]] = 0
+            slots[:, 0] = random.integers(0, 3, len(slots))
+            words[0] += 1
 
-        answer = ask(client, body, numbers(*range(5)))
-
-        assert "the stage holds" in answer["message"]
-    assert not np.load(path).any()
+        slots[:, 0] = 0
+        with fw.Cache(shared="rows") as again, fw.open(path, cache=again) as y:
+            np.testing.assert_array_equal(y[...], ROWS, err_msg=f"seed {seed}")
+        np.testing.assert_array_equal(x[...], ROWS)
 
 
 def test_client_of_another_version(owner: fw.Cache, path: Path) -> None:
@@ -263,11 +299,13 @@ FACTS = {
     "host_memory": 0,
     "metadata_bytes": 8192,
     "tags": 4096,
-    "epochs": 0,
     "frames_bytes": 16384,
     "frames": 0,
-    "stage_bytes": 8192,
+    "slots": 2,
 }
+
+
+REQUESTS_BYTES = _native.request_bytes(FACTS["slots"], FACTS["line"])
 
 
 @pytest.mark.parametrize(
@@ -280,7 +318,7 @@ FACTS = {
         ({"cache": {**FACTS, "line": 4097}}, "no cache that can be"),
         ({"cache": {**FACTS, "sets": 5}}, "no cache that can be"),
         ({"cache": {**FACTS, "tags": 8192}}, "no cache that can be"),
-        ({"cache": {**FACTS, "epochs": 8192}}, "no cache that can be"),
+        ({"cache": {**FACTS, "slots": 0}}, "no cache that can be"),
         ({"cache": {**FACTS, "frames": 4096}}, "no cache that can be"),
         ({"cache": {**FACTS, "metadata_bytes": 1 << 60}}, "no cache that can be"),
         ({"cache": {**FACTS, "device": "gpu of mars"}}, "lies on another device"),
@@ -293,7 +331,7 @@ def test_owner_that_cannot_be_trusted(changes: dict[str, Any], said: str) -> Non
         shared_memory.create(FACTS[name], read_only=True)[0]
         for name in ("metadata_bytes", "frames_bytes")
     ]
-    made.append(shared_memory.create(FACTS["stage_bytes"], read_only=False)[0])
+    made.append(shared_memory.create(REQUESTS_BYTES, read_only=False)[0])
     thread = answering("rows", ({**messages.hello(), "cache": FACTS, **changes}, made))
     if said:
         with pytest.raises(SharedCacheError, match=said):
@@ -320,9 +358,10 @@ def test_memory_that_could_be_cut_is_not_mapped() -> None:
 
 def test_owner_that_answers_nonsense(path: Path) -> None:
     made = [
-        shared_memory.create(FACTS[name], read_only=name != "stage_bytes")[0]
-        for name in ("metadata_bytes", "frames_bytes", "stage_bytes")
+        shared_memory.create(FACTS[name], read_only=True)[0]
+        for name in ("metadata_bytes", "frames_bytes")
     ]
+    made.append(shared_memory.create(REQUESTS_BYTES, read_only=False)[0])
     thread = answering(
         "rows",
         ({**messages.hello(), "cache": FACTS}, made),

@@ -27,6 +27,8 @@ class RowJob {
     block_warps_ = block_warps;
     barriers_ = barriers;
   }
+  // Uses the lines of a client of the cache, whose structs these are.
+  void by_client(const fw::array<uint64_t>& theirs) { theirs_ = &theirs; }
   // Accepts rows that cannot be read.
   void may_fail() { may_fail_ = true; }
   // First prefetches the rows, in a launch of its own that may still run when ours begins.
@@ -92,7 +94,7 @@ class RowJob {
   }
 
   fw::kernels::row_params params() {
-    const fw::array<uint64_t>& a = data_.array();
+    const fw::array<uint64_t>& a = theirs_ != nullptr ? *theirs_ : data_.array();
     fw::kernels::row_params p = {};
     p.geometry = a.geometry;
     p.cache = a.cache;
@@ -113,6 +115,7 @@ class RowJob {
   }
 
   Elements<>& data_;
+  const fw::array<uint64_t>* theirs_ = nullptr;
   const uint32_t row_words_;
   const bool scatters_;
   uint64_t look_ahead_;

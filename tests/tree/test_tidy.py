@@ -72,6 +72,7 @@ NATIVE_ROOMS = [
     "launch",
     "nvme/model",
     "nvme/software",
+    "sharing",
     "pipeline",
     "vfio",
     "testing",

@@ -37,7 +37,7 @@ from flashwarp.launch.launcher import Launcher
 from flashwarp.launch.operands import Operands
 from flashwarp.launch.order import Order
 from flashwarp.launch.rows import RowFormat
-from flashwarp.nvme import Controller, Destination
+from flashwarp.nvme import Controller, Destination, Service
 from flashwarp.observing import counting
 from flashwarp.storage import Namespace
 from flashwarp.storage.composite import serve
@@ -72,6 +72,8 @@ class Attachment(endings.NotCopied):
         Starts the service here, which `close` stops.
     release_storage : callable
         Called last.
+    line_begin : int, optional
+        Of a client of a shared cache: the first line number, which the owner has chosen.
 
     Attributes
     ----------
@@ -100,6 +102,7 @@ class Attachment(endings.NotCopied):
         owns_cache: bool,
         controller: Controller,
         release_storage: Callable[[], None] = lambda: None,
+        line_begin: int | None = None,
     ) -> None:
         self.storage = storage
         self.controller = controller
@@ -127,12 +130,12 @@ class Attachment(endings.NotCopied):
             )
             service = controller.attach(storage, destination)
             made.callback(service.stop)
-            volume = cache.attach(storage.nbytes, service.queues)
+            volume = cache.attach(storage.nbytes, service.queues, line_begin)
             # In the order of `_end`: kernels of other arrays see the volume from now on.
             made.callback(cache.detach, volume)
             made.callback(service.stop)
             made.callback(volume.table_entry.withdraw, time_limit_s())
-            self._failures = Failures(service, storage.path, format.shape)
+            self._failures = self._make_failures(service, format)
             self.launcher = Launcher(volume, service, format)
             made.callback(self.launcher.let_go)
             if self.launcher.on_cpu:
@@ -151,6 +154,9 @@ class Attachment(endings.NotCopied):
             made.callback(self._counted.leave)
             endings.remember(self)
             made.pop_all()
+
+    def _make_failures(self, service: Service, format: RowFormat) -> Failures:  # noqa: A002
+        return Failures(service, self.storage.path, format.shape)
 
     @property
     def cache(self) -> Cache:
@@ -204,6 +210,10 @@ class Attachment(endings.NotCopied):
         stats = self.stats(counting.side_stream(self.device))
         disks = counting.disk_names(self.storage.disks)
         return {"": (counting.Key("array", self.launcher.service.route, disks), vars(stats))}
+
+    def note(self) -> str:
+        """Return for `explain` what there is to say of how data moves, beside the route."""
+        return ""
 
     # Waiting.
 

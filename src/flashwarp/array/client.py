@@ -1,357 +1,45 @@
-"""Arrays of a client of a shared cache: hits are read here, everything else is the owner's.
+"""Arrays of a client of a shared cache: kernels read the owner's lines, and ask it for the others.
 
-`ClientAttachment` has the place of an array's attachment, and `ClientLauncher` that of its
-launcher, so that `Array` checks operands and keys as always. A gather launches the kernel that
-copies what is resident, asks the owner for the lines that are not, and copies these out of the
-stage: see `kernels/resident.cuh`. Nothing is retried, so every call ends.
+`ClientAttachment` is an attachment whose volume lies in this process, and whose lines lie in the
+owner's: its kernels are those of every array, and ask through the table of requests (see
+`cache/owner_requests.cuh`). On a GPU, where kernels do not ask yet, arrays are those of
+`host_client`. Both have `Asking`: what the owner does for an array by messages.
 """
 
-# `Attachment` and `Launcher` document the methods; a client does not need all arguments.
-# ruff: noqa: ARG002
 from __future__ import annotations
 
-import ctypes
 import os
-import struct
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from flashwarp import _native, endings
 from flashwarp.array.attachment import Attachment
-from flashwarp.array.stats import Stats
-from flashwarp.cache.cache import Cache
+from flashwarp.array.failures import Failures
+from flashwarp.cache.cache import Cache, Volume
 from flashwarp.cache.shared import Client
-from flashwarp.device import DeviceMemory
-from flashwarp.device.layouts import fields_of
+from flashwarp.cache.structs import FailureStruct
 from flashwarp.errors import (
-    BoundsError,
     ClosedError,
     DeviceError,
     FlashwarpError,
     OwnerLostError,
     SharedCacheError,
 )
-from flashwarp.launch.launcher import Verb
-from flashwarp.launch.operands import Index, Operands
-from flashwarp.launch.rows import (
-    BYTES_WORTH_A_THREAD,
-    RowFormat,
-    RowPacking,
-    RowParams,
-    Which,
-    host_indices,
-)
-from flashwarp.observing import counting
-from flashwarp.policy import CLOCK
-from flashwarp.sharing.messages import ITEMS_MAX
-from flashwarp.storage import files, npy
+from flashwarp.launch.rows import RowFormat
+from flashwarp.nvme import Controller, Destination, Service
+from flashwarp.nvme.queue_pair import QueuePairs, Transfers
+from flashwarp.sharing.connection import limit_s
+from flashwarp.storage import Namespace, files, npy
 
-# Segments that one launch takes: the list of those that it misses has room for all.
-_SEGMENTS_MAX = 1 << 16
-_LANES = 32
+ROUTE = "shared"
+REASON = "lines are read in the owner's memory, and the owner fetches those that are absent"
 
-_MISSED = struct.Struct("=6Q")
-_LISTED = np.dtype([("item", "<u8"), ("line", "<u8")])
+# Statuses of `cache/owner_requests.cuh`, and of a wait whose time was up.
+_OWNERS_ALONE = 0x7FC
+_TIMED_OUT = 0x7FF
 
 
-class _Found(NamedTuple):
-    """What a launch has found in the cache; mirror of `kernels::missed_pieces`."""
-
-    missed: int
-    hits: int
-    nbytes: int
-    strays: int
-    stray: int
-    reserved: int
-
-
-class ClientParams(ctypes.Structure):
-    """Mirror of `kernels::client_params`."""
-
-    _fields_ = fields_of("client_params", rows=RowParams)
-
-
-# The members of `ClientParams` behind `rows`.
-_CLIENT_MEMBERS = struct.Struct("=8Q")
-assert ctypes.sizeof(RowParams) + _CLIENT_MEMBERS.size == ctypes.sizeof(ClientParams)
-
-
-class _Owners:
-    """What only the owner of a shared cache has, but for some facts. Every other use raises."""
-
-    def __init__(self, what: str, **facts: object) -> None:
-        self._what = what
-        self.__dict__.update(facts)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise SharedCacheError(
-            f"{self._what} ({name}) is the owner's, in its process: a client of a shared cache "
-            "reads by gather and keys, and stores by scatter and keys; kernels, streams and "
-            "futures need arrays of the owner, or of a cache that is not shared"
-        )
-
-
-def _nothing(*_: object) -> None:
-    """Stand for calls of the extension, and waits for asynchronous calls: there are none."""
-
-
-class ClientLauncher(_Owners):
-    """Moves rows of one array of a client; see the module.
-
-    Attributes
-    ----------
-    hits, misses, bytes_used : int
-        Line accesses that found their line, those that asked the owner, and bytes for the caller.
-    line_begin : int
-        The array's first line number.
-    """
-
-    copies = None
-    order = None
-
-    def __init__(
-        self,
-        client: Client,
-        format: RowFormat,  # noqa: A002
-        opened: dict[str, int],
-        line_bytes: int,
-    ) -> None:
-        super().__init__("a kernel's view of an array")
-        self.format = format
-        self.service = _Owners(
-            "what serves an array",
-            changes=0,
-            route="shared",
-            reason="lines are read in the owner's memory, and the owner fetches those that are "
-            "absent",
-            leased=False,
-            in_place=0,
-        )
-        self.graphs = _native.CudaGraphs()
-        self.hits = self.misses = self.bytes_used = self.requests = 0
-        self.stored = False  # since the last flush
-        self._client = client
-        self._device = client.device
-        self._line = line_bytes
-        self._number = opened["array"]
-        self._on_cpu = self._device.kind == "cpu"
-        self._stage = np.frombuffer(client.stage.owner, np.uint8)[: client.facts.stage_bytes]
-        self._packing = RowPacking(format, line_bytes, geometry=client.geometry)
-        self._segments = self._packing.segments
-        self._kernels = self._device.kernels_for(CLOCK)
-        at_once = client.facts.lines_at_once
-        self._memory: list[DeviceMemory] = []
-        self._missed = self._allocate(_MISSED.size)
-        self._list = self._allocate(_SEGMENTS_MAX * _LISTED.itemsize)
-        self._places = self._allocate(_SEGMENTS_MAX * 4)
-        # Kernels on a GPU do not reach the stage.
-        self._handed = client.stage.address
-        if not self._on_cpu:
-            self._handed = self._allocate(at_once * line_bytes)
-        self.line_begin = opened["line_begin"]
-        epoch = client.epoch_address(opened["slot"])
-        self._opened = self.line_begin, epoch, opened["epoch"], self._missed
-
-    def _allocate(self, nbytes: int) -> int:
-        self._memory.append(self._device.allocate(nbytes))
-        return self._memory[-1].address
-
-    def ask(self, op: str, payload: bytes = b"", **body: int) -> dict[str, Any]:
-        """Ask the owner for something that it does with this array."""
-        self.requests += 1
-        request = {"op": op, "array": self._number, **body}
-        return self._client.connection.ask(request, payload).body
-
-    # Reading.
-
-    def move(
-        self,
-        verb: Verb,
-        chosen: range | Index,
-        buffer: int,
-        stream: int | None = None,
-        sms: int | None = None,
-    ) -> None:
-        """Move chosen rows, and return when they are there."""
-        row = self.format.row_bytes
-        if verb == "scatter":
-            self._scatter(chosen, buffer, stream)
-        elif isinstance(chosen, range):
-            self._gather_bytes(chosen.start * row, len(chosen) * row, buffer, stream)
-        elif self._segments > _SEGMENTS_MAX:
-            for k, i in enumerate(self._host_rows(chosen, stream)):
-                self._gather_bytes(int(i) * row, row, buffer + k * row, stream)
-        else:
-            self._gather_rows(chosen, buffer, stream)
-        # What a hit has read is good only if the owner lived until then: another could have given
-        # the file to another writer.
-        self._client.connection.check()
-
-    def _gather_rows(self, index: Index, buffer: int, stream: int | None) -> None:
-        row, step = self.format.row_bytes, _SEGMENTS_MAX // self._segments
-        for first in range(0, len(index), step):
-            count = min(step, len(index) - first)
-            indices = index.address + first * index.itemsize
-            which = indices, count, index.itemsize, buffer + first * row, row
-            self._gather(which, count * self._segments, stream)
-
-    def _gather_bytes(self, begin: int, nbytes: int, buffer: int, stream: int | None) -> None:
-        """Gather a range of the array."""
-        step = (_SEGMENTS_MAX - 1) * self._line
-        for first in range(0, nbytes, step):
-            count = min(step, nbytes - first)
-            which = 0, count, 0, buffer + first, begin + first
-            self._gather(which, -(-count // self._line) + 1, stream)
-
-    def _gather(self, which: Which, segments: int, stream: int | None) -> None:
-        """Copy what is resident, and ask the owner for the rest."""
-        found = self._copy_resident(which, segments, stream)
-        self.hits += found.hits
-        self.misses += found.missed
-        if found.missed:
-            found = self._fetch(found, which, segments, stream)
-        self.bytes_used += found.nbytes
-        if found.strays:
-            bad = found.stray - (1 << 64) if found.stray >> 63 else found.stray
-            raise BoundsError(
-                f"{found.strays} indices are out of bounds for an axis of length "
-                f"{self.format.row_count}, such as {bad}: their rows are zero"
-            )
-
-    def _copy_resident(self, which: Which, segments: int, stream: int | None) -> _Found:
-        device = self._device
-        device.clear(self._missed, _MISSED.size, stream)
-        self._launch("gather_resident", which, segments, stream, (self._list, 0, 0))
-        return _Found(*_MISSED.unpack(device.download(self._missed, _MISSED.size, stream)))
-
-    def _fetch(self, found: _Found, which: Which, segments: int, stream: int | None) -> _Found:
-        """Let the owner fetch the lines that are absent, and copy them."""
-        at_once = self._client.facts.lines_at_once
-        listed, lines, place = self._listed(found.missed, stream)
-        # So many lines are cheaper to look for once more in the cache than to take from the owner's
-        # hands, unless they would evict each other before.
-        if at_once < len(lines) <= self._client.facts.lines // 2:
-            for first in range(0, len(lines), at_once):
-                part = lines[first : first + at_once]
-                self.ask("read", part.astype("<i8").tobytes(), hand=0)
-            found = self._copy_resident(which, segments, stream)
-            if not found.missed:
-                return found
-            listed, lines, place = self._listed(found.missed, stream)
-        self._take_handed(which, listed, lines, place, stream)
-        return found
-
-    def _listed(self, missed: int, stream: int | None) -> tuple[Any, Any, Any]:
-        """Return the missed pieces by their lines, the lines, and each piece's place in these."""
-        raw = self._device.download(self._list, missed * _LISTED.itemsize, stream)
-        listed = np.frombuffer(raw, _LISTED)
-        lines, place = np.unique(listed["line"], return_inverse=True)
-        order = np.argsort(place, kind="stable")
-        return listed[order], lines, place[order]
-
-    def _take_handed(
-        self, which: Which, listed: Any, lines: Any, place: Any, stream: int | None
-    ) -> None:
-        """Copy listed pieces out of what the owner hands over, so that nobody has to try again."""
-        device = self._device
-        device.upload(self._list, listed.view("u1"), stream)
-        at_once = self._client.facts.lines_at_once
-        for first in range(0, len(lines), at_once):
-            part = lines[first : first + at_once]
-            begin, end = (int(n) for n in np.searchsorted(place, (first, first + len(part))))
-            self.ask("read", part.astype("<i8").tobytes(), hand=1)
-            if not self._on_cpu:
-                device.upload(self._handed, self._stage[: len(part) * self._line], stream)
-            places = (place[begin:end] - first).astype(np.uint32)
-            device.upload(self._places, places, stream)
-            pieces = self._list + begin * _LISTED.itemsize, self._places, end - begin
-            self._launch("take_handed", which, end - begin, stream, pieces)
-            device.wait(stream)
-
-    def _launch(
-        self, name: str, which: Which, items: int, stream: int | None, pieces: tuple[int, int, int]
-    ) -> None:
-        """Launch a kernel; `pieces` are the list, the places of its lines, and how many it has."""
-        # A warp of a GPU copies one line after the other, so a few lines go to a warp each.
-        bundle = min(_LANES, max(1, items // self._device.warps_at_once))
-        each = max(1, BYTES_WORTH_A_THREAD // self._line) if self._on_cpu else bundle
-        listed, *rest = pieces
-        params = self._packing.pack(which, bundle)
-        params += _CLIENT_MEMBERS.pack(*self._opened, listed, self._handed, *rest)
-        # A power of two of warps, so that few launches are prepared.
-        warps = 1 << (-(-items // each) - 1).bit_length()
-        launch = self._kernels.launch_of(name, warps, len(params))
-        client = self._client
-        uses = (
-            *(owner for each in self._memory for owner in each.owners),
-            *client.metadata.owners,
-            *client.frames.owners,
-            client.stage.owner,
-        )
-        launch((params,), stream, uses)
-
-    def _host_rows(self, index: Index, stream: int | None) -> npt.NDArray[np.int64]:
-        """Copy indices to the host, all within bounds."""
-        if self._on_cpu:
-            return np.asarray(index.owner).reshape(-1)
-        return host_indices(index.copy_from(self._device, stream), self.format.row_count)
-
-    # Storing, and asking ahead.
-
-    def _scatter(self, chosen: range | Index, buffer: int, stream: int | None) -> None:
-        row, room = self.format.row_bytes, self._client.facts.stage_bytes
-        self.stored = True
-        if isinstance(chosen, range):
-            self._scatter_bytes(chosen.start * row, len(chosen) * row, buffer, stream)
-            return
-        rows = self._host_rows(chosen, stream)
-        if row > room:
-            for k, i in enumerate(rows):
-                self._scatter_bytes(int(i) * row, row, buffer + k * row, stream)
-            return
-        step = min(ITEMS_MAX, room // row)
-        for first in range(0, len(rows), step):
-            part = rows[first : first + step]
-            self._stage_bytes(buffer + first * row, len(part) * row, stream)
-            self.ask("scatter", part.astype("<i8").tobytes(), row_bytes=row)
-
-    def _scatter_bytes(self, begin: int, nbytes: int, buffer: int, stream: int | None) -> None:
-        step = self._client.facts.stage_bytes
-        for first in range(0, nbytes, step):
-            count = min(step, nbytes - first)
-            self._stage_bytes(buffer + first, count, stream)
-            self.ask("scatter", row_bytes=1, first=begin + first, count=count)
-
-    def _stage_bytes(self, source: int, nbytes: int, stream: int | None) -> None:
-        self._device.download_into(source, self._stage[:nbytes], stream)
-
-    def prefetch(
-        self,
-        chosen: range | Index,
-        stream: int | None = None,
-    ) -> None:
-        """Ask the owner to prefetch rows."""
-        row = self.format.row_bytes
-        if isinstance(chosen, range):
-            self.ask("prefetch", row_bytes=row, first=chosen.start, count=len(chosen))
-            return
-        rows = self._host_rows(chosen, stream)
-        for first in range(0, len(rows), ITEMS_MAX):
-            part = rows[first : first + ITEMS_MAX].astype("<i8")
-            self.ask("prefetch", part.tobytes(), row_bytes=row)
-
-    def let_go(self) -> None:
-        """Free its memory."""
-        for each in self._memory:
-            each.close()
-
-
-class ClientAttachment(Attachment):
-    """An array of a client: the place of a file in the owner's cache.
+class Asking:
+    """What an array of a client asks its owner for by messages.
 
     Parameters
     ----------
@@ -361,9 +49,13 @@ class ClientAttachment(Attachment):
     layout : npy.Layout
         The bytes of the file, which this process may read, too.
     writable : bool
-    """
 
-    launcher: ClientLauncher  # type: ignore[assignment]
+    Attributes
+    ----------
+    line_begin : int
+        The array's first line number in the owner's cache. No other array gets its numbers while
+        this one is open.
+    """
 
     def __init__(self, cache: Cache, path: str, layout: npy.Layout, writable: bool) -> None:
         client = cache._client
@@ -385,152 +77,224 @@ class ClientAttachment(Attachment):
             "inode": stamp.inode,
             "writable": int(writable),
         }
+        self.client: Client = client
         answer = client.connection.ask(request)
-        opened = {
-            name: answer.integer(name, 0, limit)
-            for name, limit in (
-                ("array", 1 << 62),
-                ("line_begin", 1 << 38),
-                ("slot", 63),
-                ("epoch", 1 << 62),
-            )
-        }
-        self._cache = cache
-        self._client = client
-        facts = {"path": path, "closed": False}
-        self.storage = _Owners("the storage of an array", **facts)  # type: ignore[assignment]
-        self.controller = _Owners("the controller")  # type: ignore[assignment]
-        self.writable = writable
-        self.closed = False
-        self.device = client.device
-        self.opened_by = os.getpid()
-        self.flush_failure = None
-        self.dependents = []
-        self._owns_cache = False
-        self._streams: set[int] = set()
-        self._guard = endings.Lock()
-        format_ = RowFormat(layout.dtype, layout.shape)
-        self.launcher = ClientLauncher(client, format_, opened, cache.line_bytes)
-        self.operands = Operands(client.device, format_, client.device)
-        nothing = dict.fromkeys(("gather", "item", "prefetch", "shut"), _nothing)
-        self.row_calls = _Owners("a call", changes=0, **nothing)  # type: ignore[assignment]
-        nothing = dict.fromkeys(("raise_lost", "wait", "come_behind"), _nothing)
-        self.calls = _Owners(  # type: ignore[assignment]
-            "an asynchronous call or one on a stream", busy=False, **nothing
-        )
-        client.arrays.add(self)
-        self._counted = counting.enter(self.device, self._counts)
-        endings.remember(self)
+        self._number = answer.integer("array", 0, 1 << 62)
+        self.line_begin = answer.integer("line_begin", 0, 1 << 38)
 
-    @property
-    def cache(self) -> Cache:
-        """The client's cache."""
-        return self._cache
+    def ask(self, op: str, **body: int) -> dict[str, Any]:
+        """Ask the owner for something that it does with this array."""
+        return self.client.connection.ask({"op": op, "array": self._number, **body}).body
 
-    def stats(self, _: object = None) -> Stats:
-        """Count what this client did; the owner counts commands and bytes from the storage."""
-        own = self.launcher
-        counts = dict.fromkeys(Stats.__dataclass_fields__, 0)
-        counts |= {"hits": own.hits, "misses": own.misses}
-        return Stats(**{**counts, "bytes_used": own.bytes_used})
+    def why(self) -> FlashwarpError:
+        """Return why the owner could not do what a request asked for last."""
+        try:
+            self.ask("why")
+        except FlashwarpError as error:
+            return error
+        return SharedCacheError("the owner could not do what was asked for, and does not know why")
 
-    def _counts(self) -> dict[str, tuple[counting.Key, dict[str, int]]]:
-        """Return the counters for `flashwarp top`."""
-        return {"": (counting.Key("array", "shared"), vars(self.stats()))}
-
-    def owner_stats(self) -> dict[str, Any]:
-        """Ask the owner for the counters of the array, of all its clients together."""
-        found = self.launcher.ask("stats").get("stats")
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of the array, of all its clients together."""
+        found = self.ask("stats").get("stats")
         return found if isinstance(found, dict) else {}
 
     def note(self) -> str:
         """Return for `explain` what protects the owner's memory, if the driver does not."""
-        if self._client.frames.writable:
+        if self.client.frames.writable:
             return "; the driver maps them writable, and only flashwarp's kernels do not store"
         return ""
 
-    # Calls have ended when they return, so there is nothing to wait for.
+    def close(self, stored: bool) -> FlashwarpError | None:
+        """Leave the array to the owner, whose cache keeps its lines; return what failed.
 
-    def finish(self, what: str, stream: int | None) -> None:
-        """Forget a stream: the call has waited for it."""
-        if stream is not None:
-            self._streams.discard(stream)
+        Of a reader nothing is lost with the owner, and of a writer what it has `stored`.
+        """
+        try:
+            self.ask("close")
+        except OwnerLostError as error:
+            return error if stored else None
+        except FlashwarpError as error:
+            return error
+        return None
 
-    def join(
-        self,
-        stream: int,
-        *,
-        refreshes: bool = False,
-        uses: object = (),
-    ) -> NoReturn:
-        """Refuse calls on streams of the caller's, which would have to wait for the owner."""
-        raise SharedCacheError(
-            "a client of a shared cache waits for the owner within each call: leave stream= out"
+
+class _Failures(Failures):
+    """The failures of a client's kernels, of which the owner knows the reasons."""
+
+    def __init__(self, service: _OwnerService, path: str | None, shape: tuple[int, ...]) -> None:
+        super().__init__(service, path, shape)
+        self._asking = service.asking
+        self._queues = service.queues
+
+    def take(self, what: str, volume: Volume, alone: Any = lambda: False) -> FlashwarpError | None:
+        """Return what went wrong in a call; at its end also that the owner has gone.
+
+        What a hit has read is good only if the owner lived until then: else another process could
+        have given the file to another writer.
+        """
+        failure = super().take(what, volume, alone)
+        connection = self._asking.client.connection
+        try:
+            connection.check()
+            if failure is not None and self._queues.failed:
+                connection.give_up()
+                connection.check()
+        except OwnerLostError as error:
+            return error
+        return failure
+
+    def _described(
+        self, what: str, record: FailureStruct, line_bytes: int, alone: bool
+    ) -> FlashwarpError:
+        if record.status == _OWNERS_ALONE:
+            return SharedCacheError(
+                f"{what} changed elements by what they were, or waited for a write-back, which "
+                "only kernels in the process of the cache's owner can"
+            )
+        if record.status == _TIMED_OUT:
+            return super()._described(what, record, line_bytes, alone)
+        return self._asking.why()
+
+
+class _OwnerService(Service):
+    """What serves a client's kernels, which submit nothing to its queues: waits end by them."""
+
+    def __init__(self, asking: Asking, destination: Destination) -> None:
+        self.asking = asking
+        depth = 1 << (asking.client.facts.slots.bit_length() - 1)
+        self._queues = QueuePairs(
+            destination.device, 1, max(2, depth), Transfers("direct"), limit_s()
         )
 
-    def raise_noted(self) -> None:
-        """Raise nothing: no kernel notes anything."""
+    @property
+    def queues(self) -> QueuePairs:
+        """The queues that no kernel submits to."""
+        return self._queues
+
+    @property
+    def route(self) -> str:
+        """How data moves, for people."""
+        return ROUTE
+
+    @property
+    def reason(self) -> str:
+        """Why data takes this route."""
+        return REASON
+
+    @property
+    def needs_wake(self) -> bool:
+        """False: a request wakes the owner's thread."""
+        return False
+
+    def take_errors(self) -> Sequence[dict[str, Any]]:
+        """Return nothing: the owner has the log."""
+        return ()
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for people."""
+        return {"engine": "the owner's"}
+
+    def silent(self) -> str:
+        """Name what did not answer in time."""
+        return "the owner"
+
+    def stop(self) -> None:
+        """Free the queues."""
+        self._queues.close()
+
+
+class _Owner(Controller):
+    """Makes the service of one array."""
+
+    def __init__(self, asking: Asking) -> None:
+        self._asking = asking
+
+    def attach(self, storage: Namespace, destination: Destination) -> Service:  # noqa: ARG002
+        """Make what kernels wait by."""
+        return _OwnerService(self._asking, destination)
+
+
+class _OwnersFile(Namespace):
+    """A file that the owner has open."""
+
+    _refuses = False
+
+    def look_again(self) -> None:
+        """Do nothing: the owner chooses how the file is read."""
+
+
+class ClientAttachment(Attachment):
+    """An array of a client on the CPU device; the parameters are those of `Asking`."""
+
+    def __init__(self, cache: Cache, path: str, layout: npy.Layout, writable: bool) -> None:
+        self.asking = asking = Asking(cache, path, layout, writable)
+        self._written = 0  # bytes that were stored before the last flush
+        try:
+            super().__init__(
+                _OwnersFile(layout.nbytes, writable, path),
+                RowFormat(layout.dtype, layout.shape),
+                writable=writable,
+                cache=cache,
+                owns_cache=False,
+                controller=_Owner(asking),
+                line_begin=asking.line_begin,
+            )
+        except BaseException:
+            asking.close(stored=False)
+            raise
+        service = self.launcher.service
+        assert isinstance(service, _OwnerService)
+        asking.client.enter(self, service.queues.failed_words)
+
+    def _make_failures(self, service: Service, format: RowFormat) -> Failures:  # noqa: A002
+        assert isinstance(service, _OwnerService)
+        return _Failures(service, self.storage.path, format.shape)
 
     def check(self) -> None:
-        """Raise OwnerLostError if the owner has gone."""
-        self._client.connection.check()
+        """Raise what kernels have noted so far, or that the owner has gone."""
+        super().check()
+        self.asking.client.connection.check()
 
-    def reason_of(self, error: DeviceError) -> FlashwarpError:
-        """Return `error`."""
-        return error
+    def note(self) -> str:
+        """Return for `explain` what protects the owner's memory."""
+        return self.asking.note()
 
-    def refuse_graphs(self) -> None:
-        """Refuse nothing: no CUDA graph has calls of the array."""
+    def _stored(self) -> int:
+        return self.launcher.volume.counters()["bytes_written"]
 
     # What the owner does.
 
     def flush(self) -> None:
         """Make all stores of all clients durable."""
-        self.launcher.ask("flush")
-        self.launcher.stored = False
+        self._finish_streams()
+        stored = self._stored()
+        self.asking.ask("flush")
+        self._written = stored
 
     def drop_lines(self, drop_dirty: bool) -> None:
         """Remove the array's lines from the owner's cache."""
-        self.launcher.ask("drop", dirty=int(drop_dirty))
+        self.asking.ask("drop", dirty=int(drop_dirty))
 
     def refresh(self) -> None:
         """Remove the array's lines, and check that the file is unchanged."""
-        self.launcher.ask("refresh")
+        self.asking.ask("refresh")
 
     # The end.
 
-    def close(self) -> BaseException | None:
-        """Leave the array to the owner, whose cache keeps its lines; return what failed."""
-        if self.closed or self.in_child:
-            self._set_closed()
-            return None
-        failures = endings.close_each(self.dependents)
-        failure = endings.holding((self.cache.turn,), self._close_once)
-        return endings.first_of([*failures, *([failure] if failure is not None else [])])
-
-    def _close_once(self) -> BaseException | None:
-        if self.closed:
-            return None
-        failure = endings.uninterrupted(self._leave)
-        if self._owns_cache:
-            self.cache.close()
-        return failure
-
-    def _leave(self) -> BaseException | None:
-        failure: BaseException | None = None
-        self._counted.leave()
+    def _settle(self) -> Exception | None:
+        failure: Exception | None = None
         try:
-            self.launcher.ask("close")
-        except OwnerLostError as error:
-            # Of a reader nothing is lost with the owner.
-            failure = error if self.launcher.stored else None
+            self._finish_streams()
+        except OwnerLostError:
+            pass  # said below, if it matters
+        except DeviceError as error:
+            failure = self.reason_of(error)
         except FlashwarpError as error:
             failure = error
-        self._set_closed()
-        self._client.arrays.discard(self)
-        self.launcher.let_go()
-        return failure
+        left = self.asking.close(stored=self._stored() != self._written)
+        self.asking.client.leave(self)
+        return failure or left
 
-    def close_lost(self) -> None:
-        """Close it in another thread: the garbage collector calls this in any."""
-        self.cache.closings.start(self.close)
+    def _forget_lines(self, failure: Exception) -> None:
+        """Leave the lines, which are the owner's."""

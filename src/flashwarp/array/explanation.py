@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from flashwarp import config
 from flashwarp.array.advice import Usage, advise
 from flashwarp.array.attachment import Attachment
-from flashwarp.array.client import ClientAttachment
 from flashwarp.device import host_memory
 from flashwarp.explanation import Explanation
 from flashwarp.storage import File
@@ -21,7 +20,7 @@ def explain(attachment: Attachment, why: str) -> Explanation:
     """Explain an open array; `why` says how its storage was chosen."""
     storage, service = attachment.storage, attachment.launcher.service
     cache, device = repr(attachment.cache), attachment.device.describe()
-    if isinstance(attachment, ClientAttachment):
+    if not attachment.cache.owned:
         facts = {"storage": {"path": storage.path}, "engine": "the owner's"}
         facts |= {"cache": cache, "device": device}
         return Explanation(service.route, service.reason + attachment.note(), facts)

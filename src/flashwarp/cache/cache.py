@@ -23,7 +23,6 @@ from flashwarp.cache.miss_list import allocate_misses
 from flashwarp.cache.sizes import LINE_DEFAULT, TierShape, automatic_capacity, check_line, divide
 from flashwarp.cache.streams import NotedStreams
 from flashwarp.cache.structs import (
-    EPOCH_BYTES,
     CountersStruct,
     ErrorRecordStruct,
     FailureLogStruct,
@@ -38,7 +37,7 @@ from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
 from flashwarp.errors import ArgumentError, CacheError, ClosedError, DeviceError, SharedCacheError
 from flashwarp.nvme import Queues
 from flashwarp.nvme.queue_pair import ROUTES
-from flashwarp.policy import Policy, resolve_policy
+from flashwarp.policy import POLICIES, Policy, resolve_policy
 
 if TYPE_CHECKING:
     from flashwarp.cache.shared import Client, Owner
@@ -255,7 +254,9 @@ class Cache(endings.OfProcess):
         self.closings = Closings()
         self._volumes: dict[int, Volume] = {}
         self.submitters = Submitters()
-        self._epochs = [0] * VOLUMES_MAX  # how often each entry was given up, if shared
+        # Line numbers that clients read by, so that no array gets them, also after the array that
+        # has them is closed.
+        self._lines_kept: dict[object, tuple[int, int]] = {}
         # What keeps the memory while no array is attached: the user, arrays that are being opened,
         # and share tables.
         self._kept = device is not None
@@ -306,13 +307,20 @@ class Cache(endings.OfProcess):
         self.capacity = facts.sets * facts.ways * facts.line
         self.host_memory = facts.host_memory
         self.device, self.geometry = client.device, client.geometry
-        self._memory = CacheMemory(client.geometry, client.metadata, client.frames)
+        self._memory = memory = client.memory()
+        if self.device.kind == "cpu":
+            self.address = memory.metadata.address
         self.device.carries.add(self)
 
     @property
     def owned(self) -> bool:
         """Whether this process has made its memory; False for a client of a shared cache."""
         return self._client is None
+
+    @property
+    def kernel_policy(self) -> Policy:
+        """What built-in kernels are compiled for. Those of a client must not mark what they hit."""
+        return self.policy if self._client is None else POLICIES["random"]
 
     if not TYPE_CHECKING:
 
@@ -449,6 +457,8 @@ class Cache(endings.OfProcess):
         """
         if self._closed:
             raise ClosedError("the cache is closed")
+        if self._client is not None:
+            raise CacheError("only the owner of the shared cache has the policy's refusals")
         if not self._has_memory:
             return self._refused
         victims = self.address + LineCacheStruct.refusals.offset
@@ -456,10 +466,11 @@ class Cache(endings.OfProcess):
         words = (self.device.download(place, nbytes) for place, nbytes in places)
         return self._refused + sum(int.from_bytes(word, "little") for word in words)
 
-    def attach(self, nbytes: int, queues: Queues) -> Volume:
+    def attach(self, nbytes: int, queues: Queues, begin: int | None = None) -> Volume:
         """Give an array of `nbytes` a range of line numbers and an entry of the volume table.
 
-        Raises CacheError when 64 arrays are attached, or no range of numbers is free.
+        The owner of a shared cache has chosen where a client's lines `begin`. Raises CacheError
+        when 64 arrays are attached, or no range of numbers is free.
         """
         count = max(1, -(-nbytes // self.line_bytes))
         with self._lock:
@@ -468,9 +479,11 @@ class Cache(endings.OfProcess):
             slot = next((i for i in range(VOLUMES_MAX) if i not in self._volumes), None)
             if slot is None:
                 raise CacheError(f"the cache carries {VOLUMES_MAX} arrays already: close one")
-            numbers = line_numbers(self.host_memory, queues.route)
-            taken = [(each.line_begin, each.line_count) for each in self._volumes.values()]
-            begin = free_lines(count, self.line_bytes, taken, numbers)
+            if begin is None:
+                numbers = line_numbers(self.host_memory, queues.route)
+                taken = [(each.line_begin, each.line_count) for each in self._volumes.values()]
+                taken += list(self._lines_kept.values())
+                begin = free_lines(count, self.line_bytes, taken, numbers)
             address = self._memory.volumes + slot * ctypes.sizeof(VolumeStruct)
             volume = Volume(
                 cache=self,
@@ -511,11 +524,6 @@ class Cache(endings.OfProcess):
         with self._lock:
             if self._volumes.pop(volume.slot, None) is None:
                 return
-            if self._owner is not None and not self._closed and self.device.alive():
-                # Before another array can have these line numbers: see kernels/resident.cuh.
-                self._epochs[volume.slot] += 1
-                word = self._epochs[volume.slot].to_bytes(EPOCH_BYTES, "little")
-                self.device.upload(self._memory.epochs + EPOCH_BYTES * volume.slot, word)
             if not self._closed and self.device.alive():
                 volume.table_entry.clear()
             volume.release()

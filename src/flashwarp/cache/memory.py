@@ -1,7 +1,7 @@
 """The memory of a cache: its frames, its metadata, and the frames of its host tier.
 
-The metadata are the cache's struct, the table of volumes, the epochs of its entries, and then tags,
-policy words, set control and the tier's tags. They do not grow with the data.
+The metadata are the cache's struct, the table of volumes, and then tags, policy words, set control
+and the tier's tags. They do not grow with the data.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashwarp.cache.sizes import TierShape, geometry_of
-from flashwarp.cache.structs import EPOCH_BYTES, GeometryStruct, LineCacheStruct, VolumeStruct
+from flashwarp.cache.structs import GeometryStruct, LineCacheStruct, VolumeStruct
 from flashwarp.device import Device, DeviceMemory
 from flashwarp.policy import Policy
 from flashwarp.transfer import pool_of
@@ -21,9 +21,9 @@ VOLUMES_MAX = 64
 _POLICY_WORDS_ALIGNMENT = 128
 
 _VOLUMES_AT = ctypes.sizeof(LineCacheStruct)
-_EPOCHS_AT = _VOLUMES_AT + VOLUMES_MAX * ctypes.sizeof(VolumeStruct)
+_END_OF_VOLUMES = _VOLUMES_AT + VOLUMES_MAX * ctypes.sizeof(VolumeStruct)
 # Before the tags: policy_refusals() in the header.
-_TAGS_AT = _EPOCHS_AT + VOLUMES_MAX * EPOCH_BYTES + _POLICY_WORDS_ALIGNMENT
+_TAGS_AT = _END_OF_VOLUMES + _POLICY_WORDS_ALIGNMENT
 
 
 @dataclass
@@ -33,7 +33,8 @@ class CacheMemory:
     geometry: GeometryStruct
     metadata: DeviceMemory
     frames: DeviceMemory
-    tier_frames: DeviceMemory | None = None
+    more: DeviceMemory | None = None
+    """The frames of the host tier; or of a client, the owner's metadata, which has the tags."""
     metadata_bytes: int = 0
 
     @classmethod
@@ -81,25 +82,36 @@ class CacheMemory:
         device.upload(metadata.address, bytes(struct))
         return made
 
+    @classmethod
+    def of_client(
+        cls,
+        device: Device,
+        geometry: GeometryStruct,
+        tags: DeviceMemory,
+        frames: DeviceMemory,
+        owner: int,
+    ) -> CacheMemory:
+        """Allocate a client's own structs, by the owner's memory and ``owner_requests``."""
+        metadata = device.allocate(_END_OF_VOLUMES)
+        made = cls(geometry, metadata, frames, tags)
+        struct = LineCacheStruct(geometry=geometry, volumes=made.volumes, owner=owner)
+        device.upload(metadata.address, bytes(struct))
+        return made
+
     @property
     def volumes(self) -> int:
         """Address of the table of volumes."""
         return self.metadata.address + _VOLUMES_AT
 
     @property
-    def epochs(self) -> int:
-        """Address of the epochs of its entries."""
-        return self.metadata.address + _EPOCHS_AT
-
-    @property
     def owners(self) -> tuple[object, ...]:
         """The owners of all of it; see `DeviceMemory.owners`."""
-        tier = () if self.tier_frames is None else self.tier_frames.owners
-        return *self.metadata.owners, *self.frames.owners, *tier
+        more = () if self.more is None else self.more.owners
+        return *self.metadata.owners, *self.frames.owners, *more
 
     def close(self) -> None:
         """Free it. May be called twice."""
-        _close(self.metadata, self.frames, self.tier_frames)
+        _close(self.metadata, self.frames, self.more)
 
 
 def _close(*memory: DeviceMemory | None) -> None:

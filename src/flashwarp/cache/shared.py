@@ -1,30 +1,36 @@
 """A cache between processes: what its owner exports, and what a client maps of it.
 
 The owner's memory of tags and of frames is exported by descriptors. Clients map both, and can only
-read them. An *epoch* for each entry of the volume table counts how often the entry's line numbers
-were given away, so that a client notices when its array is no longer there.
+read them. What they ask for goes through a table of requests, which each shares with the owner.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flashwarp import endings
+from flashwarp import _native, endings
+from flashwarp.cache.memory import CacheMemory
 from flashwarp.cache.sizes import geometry_of
-from flashwarp.cache.structs import EPOCH_BYTES, GeometryStruct
+from flashwarp.cache.structs import GeometryStruct
 from flashwarp.device import Device, DeviceMemory, find, shared_memory
 from flashwarp.device.memory import Exported
 from flashwarp.errors import SharedCacheError
 from flashwarp.sharing import names, sessions_of
 from flashwarp.sharing.connection import Connection
 from flashwarp.sharing.listener import Answer, Listener, Session
-from flashwarp.sharing.messages import ITEMS_MAX
 
-_STAGE_BYTES = 4 << 20
+# Requests of one client that are under way: so many that the owner's work on all of them takes
+# longer than a client's turn, in at most so many bytes of buffers. Fewer than the lines of a call
+# that copies most of them around the cache, where other clients want them.
+_SLOTS = 255
+_SLOTS_MIN = 2
+_BUFFER_BYTES = 4 << 20
 _START_S = 10.0
 _RETRY_S = 0.01
 _SIZE_MAX = 1 << 48
@@ -88,13 +94,13 @@ class Facts:
     sets: int
     host_memory: int
     metadata_bytes: int
-    """To map; tags and epochs lie in them."""
+    """To map; the tags begin at `tags`."""
     tags: int
-    epochs: int
     frames_bytes: int
     """To map; the frames begin at `frames`."""
     frames: int
-    stage_bytes: int
+    slots: int
+    """Requests that are under way at most; each has a buffer of a line."""
 
     @classmethod
     def of(cls, body: object) -> Facts:
@@ -124,11 +130,9 @@ class Facts:
             and self.host_memory >= 0
             and 0 <= self.tags <= self.metadata_bytes - 8 * lines
             and self.tags % 16 == 0
-            and 0 <= self.epochs <= self.metadata_bytes - EPOCH_BYTES
-            and self.epochs % EPOCH_BYTES == 0
             and 0 <= self.frames <= self.frames_bytes - lines * self.line
             and self.frames % 256 == 0
-            and self.line <= self.stage_bytes <= 64 << 20
+            and 1 <= self.slots <= 4096
             and max(self.metadata_bytes, self.frames_bytes) <= _SIZE_MAX
         )
         if not fits:
@@ -140,10 +144,9 @@ class Facts:
         return self.sets * self.ways
 
     @property
-    def lines_at_once(self) -> int:
-        """Lines that one request may ask for: they fit the stage, and leave the cache to others."""
-        room = self.stage_bytes // self.line
-        return max(1, min(room, ITEMS_MAX, self.lines // 4))
+    def requests_bytes(self) -> int:
+        """Size of the memory for requests, which client and owner map."""
+        return _native.request_bytes(self.slots, self.line)
 
 
 class Owner:
@@ -177,22 +180,21 @@ class Owner:
             host_memory=cache.host_memory,
             metadata_bytes=metadata.offset + metadata.memory.nbytes,
             tags=metadata.offset + cache.geometry.tags - metadata.memory.address,
-            epochs=metadata.offset + cache._memory.epochs - metadata.memory.address,
             frames_bytes=frames.offset + frames.memory.nbytes,
             frames=frames.offset,
-            stage_bytes=max(_STAGE_BYTES // line, 2) * line,
+            slots=max(_SLOTS_MIN, min(_SLOTS, _BUFFER_BYTES // line)),
         )
         sessions: Sessions = sessions_of(cache)
         self._sessions = sessions
         self._listener = Listener(self.name, self._lock, sessions.begin)
 
-    def greet(self, stage: int) -> Answer:
-        """Describe the cache, for a client whose stage has this descriptor."""
+    def greet(self, requests: int) -> Answer:
+        """Describe the cache, for a client whose requests lie in memory with this descriptor."""
         assert self.facts is not None
         frames, metadata = self._exported
         return (
             {"cache": self.facts.__dict__, "pid": os.getpid()},
-            (metadata.descriptor, frames.descriptor, stage),
+            (metadata.descriptor, frames.descriptor, requests),
         )
 
     def give_up(self, path: str) -> None:
@@ -230,9 +232,12 @@ class Client:
     device: Device
     metadata: DeviceMemory
     frames: DeviceMemory
-    stage: shared_memory.Mapped
-    arrays: set[object] = field(default_factory=set)
-    """Those that are open."""
+    mapped: shared_memory.Mapped
+    """The memory of `requests`."""
+    requests: _native.RequestClient
+    arrays: dict[object, list[int]] = field(default_factory=dict)
+    """Those that are open, and the words that end their kernels' waits."""
+    lost: bool = False
     guard: endings.Lock = field(default_factory=endings.Lock)
 
     @classmethod
@@ -260,15 +265,39 @@ class Client:
                 f"the shared cache {connection.name!r} lies on another device ({facts.kind} "
                 f"{facts.device}) than {here.name}: leave device= out"
             )
-        metadata, frames, stage = message.descriptors
-        mapped = shared_memory.map_memory(stage, facts.stage_bytes, writable=True)
+        metadata, frames, shared = message.descriptors
+        mapped = shared_memory.map_memory(shared, facts.requests_bytes, writable=True)
+        requests = _native.RequestClient(mapped.address, facts.slots, facts.line)
         own = here.map_exported(metadata, facts.metadata_bytes)
         try:
             lines = here.map_exported(frames, facts.frames_bytes)
         except BaseException:
             own.close()
             raise
-        return cls(connection, facts, here, own, lines, mapped)
+        made = cls(connection, facts, here, own, lines, mapped, requests)
+        connection.watch(weakref.WeakMethod(made.lose))
+        return made
+
+    def enter(self, array: object, words: list[int]) -> None:
+        """Note an array that is open, whose kernels' waits end by nonzero words."""
+        with self.guard:
+            self.arrays[array] = words
+            if self.lost:
+                self.lose()
+
+    def leave(self, array: object) -> None:
+        """Forget an array that is closed."""
+        with self.guard:
+            self.arrays.pop(array, None)
+
+    def lose(self) -> None:
+        """End all waits for the owner, who has gone."""
+        with self.guard:
+            self.lost = True
+            self.requests.lose()
+            for words in self.arrays.values():
+                for word in words:
+                    ctypes.c_uint32.from_address(word).value = 1
 
     def check_asked(self, sets: int, line: int, ways: int, policy: str) -> None:
         """Raise SharedCacheError, and leave, unless the cache is as the user asked for."""
@@ -290,9 +319,12 @@ class Client:
         tags, frames = self.metadata.address + facts.tags, self.frames.address + facts.frames
         return geometry_of(tags, frames, facts.sets, facts.ways, facts.line)
 
-    def epoch_address(self, slot: int) -> int:
-        """Return the address of an entry's epoch."""
-        return self.metadata.address + self.facts.epochs + EPOCH_BYTES * slot
+    def memory(self) -> CacheMemory:
+        """Make the memory of the client's cache: kernels of the CPU device have structs in it."""
+        if self.device.kind != "cpu":
+            return CacheMemory(self.geometry, self.metadata, self.frames)
+        own = (self.geometry, self.metadata, self.frames, self.requests.address)
+        return CacheMemory.of_client(self.device, *own)
 
     def close(self) -> None:
         """Leave the owner, and end the mappings. May be called twice."""

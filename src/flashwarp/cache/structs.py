@@ -14,9 +14,6 @@ from flashwarp.device.layouts import fields_of
 FAILURES_KEPT = 8
 """`kFailuresKept`: unread entries that a sequence of failures holds."""
 
-EPOCH_BYTES = 8
-"""Of the epoch of an entry of the volume table; see `kernels/resident.cuh`."""
-
 
 class GeometryStruct(ctypes.Structure):
     """Mirror of `cache::geometry`."""

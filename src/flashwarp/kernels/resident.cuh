@@ -1,10 +1,10 @@
-// The kernels of a client of a shared cache, which reads what another process, the owner, has
-// cached. See docs/caches.md.
+// The kernels of a client of a shared cache whose kernels do not ask the owner: see
+// cache/owner_requests.cuh.
 //
-// A client has the owner's tags and frames in memory that it cannot write, and neither volumes nor
-// queue pairs. It copies the pieces of rows that are resident, validated as every hit is, and lists
-// the others for the host, which asks the owner for their lines. A hit leaves no mark for the
-// replacement policy, because marks are stores. Everything else is the client's own memory.
+// A client has the owner's tags and frames in memory that it cannot write. These kernels copy the
+// pieces of rows that are resident, validated as every hit is, and list the others for the client's
+// host, which asks the owner for their lines. A hit leaves no mark for the replacement policy,
+// because marks are stores. Everything else is the client's own memory.
 #pragma once
 
 #include "rows.cuh"
@@ -28,17 +28,15 @@ struct missed_piece {
 };
 
 struct client_params {
-  row_params rows;        // `cache`, `volume`, `strays` and `misses` are not used
-  uint64_t line_begin;    // the array's first line number
-  const uint64_t* epoch;  // the owner's: how often it has given these line numbers away
-  uint64_t epoch_opened;  // what it was when the array was opened
+  row_params rows;      // `cache`, `volume`, `strays` and `misses` are not used
+  uint64_t line_begin;  // the array's first line number
   missed_pieces* missed;
   missed_piece* list;      // room for all segments
   const char* handed;      // lines that the owner has handed over, back to back
   const uint32_t* places;  // for each listed piece: the place of its line among them
   uint64_t count;          // listed pieces to take from there
 };
-static_assert(sizeof(client_params) == sizeof(row_params) + 64);
+static_assert(sizeof(client_params) == sizeof(row_params) + 48);
 
 // The pieces that one lane has under way, so that their loads overlap. A warp has enough lanes.
 inline constexpr uint32_t kPiecesOfLane = warp::kWarpWidth == 1 ? 16 : 1;
@@ -109,15 +107,13 @@ FW_DEVICE void gather_resident_pieces(const client_params& c) {
       op.visit(here, found[k], reinterpret_cast<uint64_t>(cache::frame_of(g, at[k].way)));
     }
     // The loads of the frames, by this lane and by other lanes for it, come before the second look
-    // at the tags, and before the look at the epoch. The owner stores a new epoch before it gives
-    // the line numbers to another array, so whoever sees that array's tags sees the epoch.
+    // at the tags.
     atomic::fence_acquire();
     here.sync();
-    const bool still_ours = atomic::load_relaxed(c.epoch) == c.epoch_opened;
     FW_UNROLL
     for (uint32_t k = 0; k < kPiecesOfLane; k++) {
       const bool wants = pieces[k].bytes != 0;
-      const bool served = at[k].found && still_ours && cache::still_holds(g, at[k].way, at[k].word);
+      const bool served = at[k].found && cache::still_holds(g, at[k].way, at[k].word);
       if (served) {
         hits++;
         bytes += pieces[k].bytes;

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "builds.cuh"
+#include "client_rows.cuh"
 #include "flashwarp/cache/short_miss.cuh"
 #include "segments.cuh"
 
@@ -101,7 +102,8 @@ FW_DEVICE uint64_t bytes_asked_for(const row_params& p) {
 inline constexpr uint64_t kTakenBytes = 64 << 10;
 
 // Gathers segments with one thread of the CPU device: in bundles what needs no wait, then the rest.
-// While the storage makes it wait, the thread takes one segment at a time, and prefetches others.
+// While the storage makes it wait, the thread takes one segment at a time, and prefetches others. A
+// thread of a client of a shared cache has many requests to the owner under way instead.
 template <typename Policy>
 FW_DEVICE void gather_by_thread(const row_params& p) {
   using reader = cache::piece_reader<Policy>;
@@ -118,13 +120,16 @@ FW_DEVICE void gather_by_thread(const row_params& p) {
   reader pieces_of(p.geometry, v, cache::around_for(p.geometry, segments, bytes_asked_for(p)));
   const uint64_t line_begin = v.line_begin;
   cache::refresh(c, v, here);
+  const bool of_client = c.owner != nullptr;
+  asked_segments<false> asked_for(c, v);
+  const uint64_t look_ahead = of_client ? 0 : p.look_ahead;
   // Segments in a row that needed neither a wait nor a prefetch.
   uint64_t quiet = 0;
   uint64_t first = 0;
   uint64_t end = 0;
   while (first < end || loop.next(first, end)) {
     segment pieces[reader::kBundle];
-    const bool waits = quiet < p.look_ahead;
+    const bool waits = quiet < look_ahead;
     const uint32_t most = waits ? 1 : bundle;
     const uint32_t count = end - first < most ? uint32_t(end - first) : most;
     for (uint32_t i = 0; i < count; i++) {
@@ -133,8 +138,8 @@ FW_DEVICE void gather_by_thread(const row_params& p) {
       tally.bytes_used += pieces[i].bytes;
     }
     const uint32_t asked = ahead.misses;
-    if (waits && first + p.look_ahead < loop.part_end()) {
-      const segment next = segment_at(p, line_begin, first + p.look_ahead);
+    if (waits && first + look_ahead < loop.part_end()) {
+      const segment next = segment_at(p, line_begin, first + look_ahead);
       const bool asks = next.bytes != 0 && !pieces_of.is_in_memory(next);
       cache::prefetch<Policy>(c, v, here, asks, next.line, ahead);
     }
@@ -142,15 +147,21 @@ FW_DEVICE void gather_by_thread(const row_params& p) {
     bool waited = ahead.misses != asked;
     for (uint32_t rest = pieces_of.read(pieces, count, tally); rest != 0; rest &= rest - 1) {
       const segment& piece = pieces[base::lowest_bit(rest)];
+      if (of_client) {
+        tally.misses++;
+        asked_for.add(piece);
+        continue;
+      }
       waited = waited || !pieces_of.is_in_memory(piece);
       copy_segments<false> op = {piece};
       cache::access<Policy>({p.geometry, c, v, here}, {piece.line}, op, tally);
     }
     // If the page cache had a row that missed, it probably has the next ones too.
     const bool cached = tally.misses != misses;
-    quiet = waited ? 0 : cached ? p.look_ahead : quiet + count;
+    quiet = waited ? 0 : cached ? look_ahead : quiet + count;
     first += count;
   }
+  asked_for.end();
   pieces_of.add_bypasses();
   add_events(v, here, tally, ahead);
 }
@@ -229,6 +240,9 @@ FW_DEVICE void for_each_segment(const row_params& p, const warp::share& mine, bo
 template <row_action kAction>
 FW_DEVICE void move_segments(const row_params& p) {
   if (kAction == row_action::kScatter && !may_store(p)) return;
+  if constexpr (kAction == row_action::kScatter && warp::kWarpWidth == 1) {
+    if (p.cache->owner != nullptr) return scatter_to_owner(p);
+  }
   if constexpr (kAction == row_action::kGather && warp::kWarpWidth == 1) {
     // Only the simulator defers with warps of one thread.
     if (p.misses.blocks == 0) return gather_by_thread<policy>(p);

@@ -105,6 +105,8 @@ struct copy_segments {
   static constexpr bool kStores = kToFrame;
   segment piece;
 
+  FW_DEVICE cache::line_part stored() const { return {piece.offset, piece.bytes}; }
+
   // Copies rows of up to one word for each lane. Each lane loads its word of eight rows before it
   // stores the first, so several rows are in flight. Returns false, and copies nothing, if not all
   // members' pieces are such rows.

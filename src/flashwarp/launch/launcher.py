@@ -18,7 +18,7 @@ from flashwarp import _native, config
 from flashwarp._jit.cuda_context import End
 from flashwarp.cache.cache import Volume
 from flashwarp.device import CpuDevice, CudaDevice, DeviceMemory, PreparedLaunch
-from flashwarp.errors import CaptureError, ClosedError
+from flashwarp.errors import CaptureError, ClosedError, SharedCacheError
 from flashwarp.launch.copying import RangeCopies
 from flashwarp.launch.deferral import Deferral
 from flashwarp.launch.operands import Index
@@ -106,7 +106,7 @@ class Launcher:
         self._strays_of: dict[object, int] = {}
         self._strays_used = 0
         cache = volume.cache
-        self._kernels = cache.device.kernels_for(cache.policy)
+        self._kernels = cache.device.kernels_for(cache.kernel_policy)
         # For calls on rows by index.
         members = {"geometry": cache.geometry, "cache": cache.address, "volume": volume.address}
         self._packing = RowPacking(format, cache.line_bytes, **members)
@@ -148,7 +148,8 @@ class Launcher:
         return _native.RowCalls(
             self._launching,
             row_shape=list(rows.row_shape),
-            row_bytes=rows.row_bytes if rows.shape else 0,  # none goes the short way
+            # None of a client goes the short way: each looks at its end whether the owner lives.
+            row_bytes=rows.row_bytes if rows.shape and self.volume.cache.owned else 0,
             length=rows.row_count,
             dtype=rows.dtype,
             dtype_name=rows.dtype.name if rows.dtype.isnative else None,
@@ -205,7 +206,8 @@ class Launcher:
             params = self._packing.pack((0, count, 0, buffer, 0), 1, counting=counting)
             warps = -(-lines // _LINES_WORTH_A_THREAD)
             return self._prepared_launch("gather_cells", warps, len(params)), params
-        width = element_bytes(row, buffer) if index_bytes and verb != "prefetch" else None
+        by_elements = index_bytes and verb != "prefetch" and self.volume.cache.owned
+        width = element_bytes(row, buffer) if by_elements else None
         if width is not None:
             items, bundle = count * (row // width), 1
             warps = self._at_most(self._warps(items), sms)
@@ -522,6 +524,12 @@ class Launcher:
 
     def hand_out(self) -> ArrayStruct:
         """Return the struct for kernels whose launches nobody sees."""
+        if not self.volume.cache.owned:
+            raise SharedCacheError(
+                "a kernel that takes a file, or that was compiled elsewhere, would mark the lines "
+                "that it hits, which only the owner of a shared cache may: let a kernel of "
+                "flashwarp.compile take the array"
+            )
         if not self._handed_out and self.on_cpu:
             self._handed_out = True
             self.volume.cache.submitters.tell()

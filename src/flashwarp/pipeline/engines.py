@@ -20,6 +20,8 @@ _ROW_BYTES_OF_A_LIST = 10
 
 def why_no_engine(array: Array) -> str:
     """Say why host threads cannot move an array's rows; empty if they can."""
+    if not array.cache.owned:
+        return "the owner of the shared cache moves them"
     if not isinstance(array._attachment.storage, Storage):
         return "its namespace is a drive's, which kernels read by themselves"
     return ""

@@ -139,8 +139,16 @@ class Policy:
         """The compiler options that select it; none for the default policy."""
         if self.name == "clock":
             return ()
+        return self._selecting(self.struct)
+
+    @property
+    def options_for_clients(self) -> tuple[str, ...]:
+        """The same for kernels of clients of a shared cache, which mark nothing."""
+        return self._selecting(f"::fw::cache::unmarked<{self.struct}>")
+
+    def _selecting(self, struct: str) -> tuple[str, ...]:
         words = () if self.built_in or self.keeps_words else ("-DFW_POLICY_WORDS=0",)
-        return (f"-DFW_POLICY={self.struct}", *words)
+        return (f"-DFW_POLICY={struct}", *words)
 
     @property
     def prelude(self) -> str:

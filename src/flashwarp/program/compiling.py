@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from flashwarp import _native, endings
@@ -104,14 +104,21 @@ def compile(  # noqa: A001 - the module's one verb
     chosen = resolve_policy(policy)
     written = _source(source)
     folders = [Path(files.check_name(folder)) for folder in _listed(include_dirs)]
-    every = (*chosen.options, *_define_options(defines), *_strings("options", options))
-    try:
-        loaded = where.load_program(
-            written.behind(chosen), include_dirs=folders, options=every, debug=debug
-        )
-    except CompileError as error:
-        raise explained(error, written.text.decode(errors="replace")) from None
-    return Program(where, loaded, chosen)
+    others = (*_define_options(defines), *_strings("options", options))
+
+    def load(policy_options: tuple[str, ...]) -> LoadedProgram:
+        every = (*policy_options, *others)
+        try:
+            return where.load_program(
+                written.behind(chosen), include_dirs=folders, options=every, debug=debug
+            )
+        except CompileError as error:
+            raise explained(error, written.text.decode(errors="replace")) from None
+
+    def for_clients() -> Program:
+        return Program(where, load(chosen.options_for_clients), chosen)
+
+    return Program(where, load(chosen.options), chosen, functools.cache(for_clients))
 
 
 def get_include() -> str:
@@ -182,14 +189,20 @@ class Program(endings.NotCopied):
         Whether the compiled code was found, on disk or in memory.
     """
 
-    def __init__(self, device: Device, loaded: LoadedProgram, policy: Policy) -> None:
+    def __init__(
+        self,
+        device: Device,
+        loaded: LoadedProgram,
+        policy: Policy,
+        for_clients: Callable[[], Program] | None = None,
+    ) -> None:
         self.device = device
         self.policy = policy
         self.log = loaded.log
         self.from_cache = loaded.from_cache
         self._kernels: dict[str, Kernel] = {}
         for kernel in loaded.kernels:
-            made = Kernel(device, kernel, policy)
+            made = Kernel(device, kernel, policy, for_clients)
             if made.name in self._kernels:
                 raise CompileError(f"two kernels are named {made.name}: rename one")
             self._kernels[made.name] = made
@@ -229,7 +242,14 @@ class Kernel(endings.NotCopied):
         As C++ spells it.
     """
 
-    def __init__(self, device: Device, loaded: LoadedKernel, policy: Policy) -> None:
+    def __init__(
+        self,
+        device: Device,
+        loaded: LoadedKernel,
+        policy: Policy,
+        for_clients: Callable[[], Program] | None = None,
+    ) -> None:
+        self._for_clients = for_clients
         self._device = device
         self._policy = policy
         self._loaded = loaded
@@ -294,8 +314,13 @@ class Kernel(endings.NotCopied):
         short = self._short
         if short is not None and short.launch(arguments, warps, block_threads, stream):
             return
-        prepared = self._prepare(warps, block_threads)
         accesses = accesses_of(self._params, arguments)
+        if self._for_clients is not None and any(not array.cache.owned for array, _ in accesses):
+            # A client's kernels must not mark what they hit. Compiled when it is first needed.
+            same = self._for_clients()[self.name]
+            same(*arguments, warps=warps, block_threads=block_threads, stream=stream)
+            return
+        prepared = self._prepare(warps, block_threads)
         launch = functools.partial(self._launch, prepared, arguments, accesses, stream)
         packed = in_turns(accesses, launch)
         if short is not None:
@@ -337,6 +362,8 @@ class Kernel(endings.NotCopied):
         # The policy is compiled into the code, and another one may use words that the cache lacks.
         for cache in caches:
             wanted = cache.policy
+            if not cache.owned:
+                continue  # only the owner's fills ask the policy
             if wanted is not self._policy and wanted != self._policy:
                 raise ArgumentError(
                     f"{self.name} was compiled for caches with policy {self._policy.name!r}, and "

@@ -2,7 +2,7 @@
 
 The owner's death shows in two ways: its socket closes, and its process descriptor becomes readable.
 A hit asks the owner for nothing, so every call looks at its end: what it returns was read while the
-owner lived.
+owner lived. Kernels that wait for the owner cannot look, so a thread does for them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -52,6 +53,8 @@ class Connection:
         self._process = -1
         self._poll = select.poll()
         self._poll.register(client, 0)  # of a hang-up alone
+        self._end = -1  # a pipe whose other end ends the thread that watches
+        self._watched: list[int] = []
 
     @classmethod
     def to(cls, name: str) -> Connection | None:
@@ -154,6 +157,20 @@ class Connection:
         if self._poll.poll(0):
             self._hang_up()
 
+    def watch(self, lose: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """Call `lose` in another thread once the owner has gone, unless `close` comes first."""
+        # Descriptors of the thread's own: nobody waits for it, who might be the interpreter's end.
+        ended, self._end = os.pipe()
+        watched = [ended, os.dup(self._socket.fileno())]
+        if self._process >= 0:
+            watched.append(os.dup(self._process))
+        self._watched = watched
+        endings.Thread(_watch, "flashwarp sharing owner", watched, lose).start()
+
+    def give_up(self) -> None:
+        """Take the owner for gone, because it has not answered a kernel in time."""
+        self._lost = self._lost or f"has not answered for {limit_s():g} s"
+
     def _hang_up(self, why: str = "") -> NoReturn:
         self._hung_up = True
         self._lose(f"has gone{why}")
@@ -169,6 +186,15 @@ class Connection:
     def close(self) -> None:
         """Leave the owner. May be called twice."""
         self._closed = True
+        end, self._end = self._end, -1
+        if end >= 0:
+            os.close(end)
+        if os.getpid() != self._pid:
+            while self._watched:  # copies, without their thread
+                os.close(self._watched.pop())
+        elif end >= 0:
+            with contextlib.suppress(OSError):  # it has gone already
+                self._socket.shutdown(socket.SHUT_RDWR)  # the thread may have it for a while
         self._socket.close()
         process, self._process = self._process, -1
         if process >= 0:
@@ -176,6 +202,21 @@ class Connection:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _watch(watched: list[int], lose: weakref.WeakMethod[Callable[[], None]]) -> None:
+    ended, connection, *process = watched
+    poll = select.poll()
+    for each in (ended, connection):
+        poll.register(each, 0)  # of a hang-up alone
+    for each in process:
+        poll.register(each, select.POLLIN)
+    gone = all(descriptor != ended for descriptor, _ in poll.poll())
+    call = lose() if gone else None
+    if call is not None:
+        call()
+    while watched:
+        os.close(watched.pop())
 
 
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()

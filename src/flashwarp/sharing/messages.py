@@ -18,13 +18,10 @@ from typing import Any
 from flashwarp import errors
 from flashwarp.errors import FlashwarpError, SharedCacheError
 
-VERSION = 2
-"""Of messages, and of the memory that clients read: tags, frames and epochs."""
+VERSION = 3
+"""Of messages, and of the memory that both map: tags, frames and requests."""
 
 MESSAGE_BYTES_MAX = 64 << 10
-ITEMS_MAX = 4096
-"""Rows or lines that one request names."""
-
 DESCRIPTORS_MAX = 4
 _PEER = struct.Struct("3i")
 _LENGTH = struct.Struct("<I")

@@ -266,7 +266,7 @@ class Lookup:
         self.tables = tuple(tables)
         first = self.tables[0].array
         self.device = first.device
-        self._policy = first.cache.policy
+        self._policy = first.cache.kernel_policy
         for table in self.tables:
             self._check_beside(first, table.array)
             if table.scales is not None and table.scales.array is not None:
@@ -307,7 +307,7 @@ class Lookup:
             raise ArgumentError(
                 f"arrays on {first.device.name} and {other.device.name}: open all on one device"
             )
-        if other.cache.policy != self._policy:
+        if other.cache.kernel_policy != self._policy:
             raise ArgumentError(
                 f"caches of policies {self._policy.name!r} and {other.cache.policy.name!r}: one "
                 "kernel serves all tables of a lookup, so give their caches one policy"

@@ -14,7 +14,7 @@ import numpy as np
 from flashwarp.array.array import Array
 from flashwarp.array.turns import in_turns
 from flashwarp.device.layouts import fields_of
-from flashwarp.errors import ArgumentError, DtypeError, ReadOnlyError
+from flashwarp.errors import ArgumentError, DtypeError, ReadOnlyError, SharedCacheError
 from flashwarp.launch.rows import RowParams
 
 # Rows in several lines are updated by copies, one for each warp. The kernel has at most 16 warps on
@@ -140,7 +140,7 @@ class RowUpdate:
 
     Raises
     ------
-    ReadOnlyError, DtypeError, ArgumentError
+    ReadOnlyError, DtypeError, ArgumentError, SharedCacheError
         If the table cannot be trained so.
     """
 
@@ -150,6 +150,11 @@ class RowUpdate:
         array._turns.check_usable()
         if not array.writable:
             raise ReadOnlyError('the table is read-only: open it with mode="r+" to train it')
+        if not array.cache.owned:
+            raise SharedCacheError(
+                "rows of a shared cache change by what they are only in the process of its owner: "
+                "train the table there, or with a cache that is not shared"
+            )
         if array.dtype != np.dtype(np.float32):
             raise DtypeError(f"the table has dtype {array.dtype}: training needs float32")
         if array.ndim != 2:

@@ -17,8 +17,7 @@ class ClientJob {
     }
     values_.assign(size_t(rows) * row_words, 0);
     list_.resize(size_t(rows) * 2);
-    // The host's words: nobody else stores to the epoch here.
-    words_ = machine.allocate<uint64_t>(1 + sizeof(fw::kernels::missed_pieces) / 8, "missed",
+    words_ = machine.allocate<uint64_t>(sizeof(fw::kernels::missed_pieces) / 8, "missed",
                                         Sharing::kAtomic);
   }
 
@@ -40,7 +39,7 @@ class ClientJob {
   }
 
   void end() {
-    const uint64_t missed = words_[1];
+    const uint64_t missed = words_[0];
     if (missed > list_.size()) scheduler.fail("a piece was listed twice");
     for (uint64_t k = 0; k < missed; ++k) take_back(list_[k]);
     for (size_t i = 0; i < values_.size(); ++i) data_.end(operations_[i], element(i), values_[i]);
@@ -74,8 +73,7 @@ class ClientJob {
     c.rows.bundle = 1 + uint32_t(indices_.size() % kWidth);
     c.rows.segments = segments();
     c.line_begin = a.line_begin;
-    c.epoch = words_;
-    c.missed = reinterpret_cast<fw::kernels::missed_pieces*>(words_ + 1);
+    c.missed = reinterpret_cast<fw::kernels::missed_pieces*>(words_);
     c.list = list_.data();
     return c;
   }

@@ -31,6 +31,7 @@ struct store_element {
   uint64_t offset;
   typename atomic::raw<kBytes>::type value;
 
+  FW_DEVICE cache::line_part stored() const { return {offset, kBytes}; }
   FW_DEVICE void visit(lanes, lanes members, uint64_t frame) {
     if (members.mine()) {
       atomic::raw<kBytes>::store(reinterpret_cast<char*>(frame) + offset, value);

@@ -41,6 +41,7 @@ struct copy_piece {
   uint64_t bytes;
   uint64_t buffer;
 
+  FW_DEVICE cache::line_part stored() const { return {offset, bytes}; }
   FW_DEVICE void visit(lanes here, lanes members, uint64_t frame) {
     copy<kToFrame ? warp::source::kOwn : warp::source::kFrame>(here, members, frame);
   }

@@ -27,8 +27,11 @@ typedef unsigned long long uintptr_t;
 
 // Of the standard library only what is small: each program for the CPU device includes this, and
 // to read <thread>, <chrono> and <atomic> took the compiler a third of a second.
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -236,6 +239,7 @@ FW_DEVICE uint32_t spread_index() {
 // Only threads of the CPU device copy from host memory past the queue pairs.
 FW_DEVICE host_source host_source_of(const void*) { return {}; }
 FW_DEVICE void prefetch(const void*) {}
+FW_DEVICE void wake(uint32_t*) {}
 FW_DEVICE bool copy_at_once(void*, const void*, uint64_t) { return false; }
 FW_DEVICE uint64_t* taken_of(uint32_t) { return nullptr; }
 
@@ -275,6 +279,7 @@ inline bool pause(uint32_t ns) {
   simulator::pause(ns);
   return false;
 }
+inline void wake(uint32_t*) {}
 inline uint32_t thread_index() { return simulator::here->index; }
 inline uint32_t thread_count() { return simulator::here->count; }
 inline uint32_t spread_index() { return simulator::spread_index(); }
@@ -357,6 +362,11 @@ inline bool pause(uint32_t) {
     nanosleep(&kSleep, nullptr);
   }
   return false;
+}
+
+// Wakes the threads of all processes that sleep until a word in shared memory changes.
+inline void wake(uint32_t* word) {
+  syscall(SYS_futex, word, FUTEX_WAKE, 0x7FFFFFFF, nullptr, nullptr, 0);
 }
 
 inline uint32_t thread_index() { return this_thread.index; }

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "flashwarp/cache/lease.cuh"
+#include "flashwarp/cache/owner_access.cuh"
 #include "flashwarp/cache/tally.cuh"
 #include "flashwarp/cache/tier_moves.cuh"
 
@@ -61,13 +62,6 @@ FW_DEVICE lanes serve_hits(const geometry& g, lanes here, const place& at, Op& o
     return here.ballot(served);
   }
 }
-
-// What became of a lane's miss.
-struct miss_outcome {
-  bool served;
-  bool moved;  // there was progress: do not back off
-  uint32_t status;
-};
 
 // Writes the lines of `members`, which this warp has stored to, from frames that are BUSY, and
 // empties these. Returns the lane's status. A line that could not be written keeps its frame: it is
@@ -190,6 +184,9 @@ FW_DEVICE miss_outcome serve_by_claims(line_cache& c, volume& v, lanes here, lan
 template <typename Policy, typename Op>
 FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, lanes here, lanes missing,
                                              uint64_t line, bool whole, Op& op, tally& count) {
+  if constexpr (kKernelsAskOwner) {
+    if (c.owner != nullptr) return ask_owner(c, v, here, missing, line, op, count);
+  }
   return serve_by_claims<false, Policy>(c, v, here, missing, {line, true, whole}, op, count,
                                         purpose::kUse);
 }
@@ -202,6 +199,11 @@ template <typename Policy, typename Op>
 FW_DEVICE_NOINLINE miss_outcome pass_misses_through(line_cache& c, volume& v, lanes here,
                                                     lanes missing, uint64_t line, bool whole,
                                                     Op& op, tally& count, uint32_t step) {
+  // A client's store is not in the storage when the owner has answered.
+  if (kKernelsAskOwner && c.owner != nullptr) {
+    if (missing.mine()) record_error(v, kOwnersAlone, nvme::kWrite, line);
+    return {missing.mine(), true, kOwnersAlone};
+  }
   const purpose why = step < kPassingTries ? purpose::kPass : purpose::kUse;
   return serve_by_claims<true, Policy>(c, v, here, missing, {line, true, whole}, op, count, why);
 }
@@ -250,11 +252,13 @@ FW_DEVICE uint32_t access(const party& by, const request& asked, Op& op, tally& 
   uint32_t status = 0;
   bool pending = asked.wants;
   bool looked = asked.looked;
+  // Only the owner of a shared cache stores to frames, so a client need not look for one.
+  const bool sends = Op::kStores && kKernelsAskOwner && c.owner != nullptr;
   while (here.any(pending)) {
     place at = {0, 0, false};
     bool busy = false;
     lanes hits;
-    if (!looked) {
+    if (!looked && !sends) {
       if (pending) at = probe(by.g, asked.line, busy);
       hits = serve_hits<Policy>(by.g, here, at, op);
     }
@@ -262,6 +266,8 @@ FW_DEVICE uint32_t access(const party& by, const request& asked, Op& op, tally& 
     count.hits += hits.count();
     if (hits.mine()) pending = false;
     // Make no claim for a line that is being filled: it would lock the set and find it BUSY again.
+    // A client asks for it, because it cannot help the owner, whose next access may end the fill.
+    if (kKernelsAskOwner && busy) busy = c.owner == nullptr;
     const lanes missing = here.ballot(pending && !at.found && !busy);
     // Lanes that would wait for a fill, their own or another warp's. Lines that are overwritten
     // whole need none.
@@ -345,6 +351,13 @@ FW_DEVICE_NOINLINE void prefetch(line_cache& c, volume& v, lanes here, bool want
   const lanes missing = here.ballot(absent);
   if (!missing) return;
   bool asks = absent && missing.match(line).leads();
+  if constexpr (kKernelsAskOwner) {
+    if (c.owner != nullptr) {
+      // The access counts, as a hit or as a miss.
+      if (asks) ask_ahead(*c.owner, line << c.geometry.line_shift, bytes_of_line(c, v, line));
+      return;
+    }
+  }
   for (uint32_t k = 0; k < kPrefetchTries && here.any(asks); k++) {
     asks = start_fills<Policy>(c, v, here, asks, line, count);
   }

@@ -323,6 +323,12 @@ struct s3_fifo_policy {
   }
 };
 
+// A policy in kernels of a client of a shared cache, which can store to no tag and no word.
+template <typename Policy>
+struct unmarked : Policy {
+  FW_DEVICE static void on_hit(const geometry&, uint64_t, uint64_t) {}
+};
+
 // The values of constants that a policy may leave out.
 template <typename Policy>
 FW_HOST_DEVICE constexpr bool keeps_words() {

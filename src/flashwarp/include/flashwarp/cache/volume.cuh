@@ -8,6 +8,7 @@
 #include "flashwarp/cache/error_record.cuh"
 #include "flashwarp/cache/geometry.cuh"
 #include "flashwarp/cache/host_tier.cuh"
+#include "flashwarp/cache/owner_requests.cuh"
 #include "flashwarp/nvme/completion_queue.cuh"
 
 namespace fw::cache {
@@ -101,6 +102,8 @@ struct alignas(64) line_cache {
   host_tier tier;
   uint32_t refusals;    // how often a policy chose a way that was no candidate
   uint32_t volume_end;  // entries of `volumes` from here on are free
+  // Not null: tags and frames are another process's, and kernels here can only read them.
+  owner_requests* owner;
 };
 static_assert(sizeof(line_cache) == 128);
 

@@ -1,0 +1,310 @@
+"""The answers of the owner of a shared cache to one client's requests for lines.
+
+A thread waits for what the client's threads write into the table of requests, which both processes
+map (`cache/owner_requests.cuh`). It makes the accesses by the owner's arrays, as any call does, and
+copies lines to the table, and bytes to store from it. It believes nothing that it reads there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp import _native, config, endings
+from flashwarp.array.array import Array
+from flashwarp.cache.shared import Facts
+from flashwarp.device import Device, shared_memory
+from flashwarp.errors import (
+    BoundsError,
+    ClosedError,
+    FlashwarpError,
+    ReadOnlyError,
+    SharedCacheError,
+)
+from flashwarp.launch.launcher import Launcher
+from flashwarp.launch.operands import Index
+from flashwarp.launch.rows import RowFormat
+from flashwarp.storage import files
+
+_log = logging.getLogger(__name__)
+
+_BYTES = np.dtype(np.uint8)
+
+# Launches on one array that are kept prepared, by the size of their rows.
+_WIDTHS_MAX = 16
+
+# `cache::asked_request`, `cache::owner_operation`, and the statuses of answers.
+_ASKED = np.dtype([("begin", "<u8"), ("bytes", "<u8"), ("slot", "<u4"), ("operation", "<u4")])
+_READ, _STORE, _PREFETCH = 1, 2, 3
+_DONE, _FAILED = 0, 0x7FD
+
+Requests = npt.NDArray[np.void]
+
+
+class Export:
+    """An array of the owner's that clients read.
+
+    On the CPU device it is used beside other calls, by one thread and with errors of its own. It
+    waits for no turn and no worker of the device: in the turn, and on the workers, a kernel of this
+    process may run that waits for the answer of another owner, or of this one.
+    """
+
+    def __init__(self, array: Array, opened_here: bool, stamp: files.Stamp) -> None:
+        self.array, self.device = array, array.device
+        self.opened_here = opened_here
+        self.stamp = stamp
+        self.users = 0
+        self._attachment = attachment = array._attachment
+        self._launchers: dict[int, Launcher] = {}
+        self._guard = endings.Lock()
+        self._ended = False
+        self.nbytes = attachment.storage.nbytes
+        # Where its lines begin, in bytes counted from line number 0.
+        self._volume = volume = attachment.launcher.volume
+        self.begin = volume.line_begin * volume.cache.line_bytes
+        self._threads = 1 if attachment.launcher.on_cpu else None
+        self._side = attachment.device.create_stream()
+        if self._threads:
+            self._volume = volume.with_own_errors(self._side)
+        attachment.dependents.append(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the owner has closed it."""
+        return self._ended or self._attachment.closed
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the cache's frames."""
+        return self._attachment.cache.capacity
+
+    def act(self, act: Callable[[], None]) -> None:
+        """Act on the array; raises what its kernels have noted."""
+        attachment, turns = self._attachment, self.array._turns
+        if not self._threads:
+            turns.act(act)
+            return
+        if attachment.launcher.service.changes != attachment.row_calls.changes:
+            turns.act(lambda: None)  # drops old lines, or refuses
+        with self._guard:
+            if self._ended:
+                raise ClosedError(f"the array {attachment.place} is closed")
+            act()
+
+    def move(self, verb: str, row_bytes: int, chosen: range | Index, buffer: int = 0) -> None:
+        """Launch the moving of rows of so many bytes, and wait."""
+        launcher = self._launcher(row_bytes)
+        if verb == "prefetch" or (verb == "gather" and launcher.on_cpu):
+            # So all transfers are under way at once.
+            launcher.prefetch(chosen, None, self._threads)
+        if verb == "gather":
+            launcher.move("gather", chosen, buffer, sms=self._threads)
+        elif verb == "scatter":
+            launcher.move("scatter", chosen, buffer, sms=self._threads)
+        if not self._threads:
+            self._attachment.finish("a request of a client", None)
+            return
+        failure = self._attachment._failures.take("a request of a client", self._volume)
+        if failure is not None:
+            raise failure
+
+    def _launcher(self, row_bytes: int) -> Launcher:
+        found = self._launchers.get(row_bytes)
+        if found is None:
+            if len(self._launchers) >= _WIDTHS_MAX:
+                self.let_go()
+            own = self._attachment.launcher
+            rows = RowFormat(_BYTES, (self.nbytes // row_bytes, row_bytes))
+            found = self._launchers[row_bytes] = Launcher(self._volume, own.service, rows)
+            found.order = own.order
+        return found
+
+    def let_go(self) -> None:
+        """Hold nothing for launches any more."""
+        for each in self._launchers.values():
+            each.let_go()
+        self._launchers.clear()
+
+    def close(self) -> None:
+        """End its use, when what is under way has ended. May be called twice."""
+        with self._guard:
+            if self._ended:
+                return
+            self._ended = True
+            self.let_go()
+            self._attachment.dependents.remove(self)
+            if self._threads:
+                self._volume.release()
+            self._side.close()
+
+
+class Answering:
+    """Answers one client's requests, in a thread of its own, until it is closed.
+
+    Parameters
+    ----------
+    device : Device
+    facts : Facts
+        Of the cache.
+    mapped : Mapped
+        The memory of the requests.
+    opened : dict
+        The arrays that the client has open, which changes meanwhile.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        facts: Facts,
+        mapped: shared_memory.Mapped,
+        opened: dict[int, Export],
+    ) -> None:
+        self._device = device
+        self._line = facts.line
+        self._opened = opened
+        self._mapped = mapped
+        self._server = _native.RequestServer(mapped.address, facts.slots, facts.line)
+        self._bytes = np.empty(facts.slots * facts.line, _BYTES)
+        # On a GPU, where rows pass through: its kernels do not reach the host's memory.
+        self._buffer = None
+        if device.kind != "cpu":
+            self._buffer = device.allocate(self._bytes.nbytes)
+        self._failure: Exception | None = None
+        self._thread = endings.Thread(self._answer_all, "flashwarp sharing requests")
+        self._thread.start()
+
+    def raise_failure(self) -> NoReturn:
+        """Raise what made the last request fail."""
+        raise self._failure or SharedCacheError("no request has failed")
+
+    def close(self) -> None:
+        """End the thread: no array of the client is closed before."""
+        self._server.stop()
+        self._thread.join(config.time_limit_s())
+        if self._buffer is not None:
+            self._buffer.close()
+
+    def _answer_all(self) -> None:
+        while asked := self._server.wait():
+            requests = np.frombuffer(asked, _ASKED)
+            hints = requests["operation"] == _PREFETCH
+            # First: their transfers go on while the others are waited for.
+            self._server.answer(requests["slot"][hints].tolist(), _DONE)
+            self._each_array(requests[hints], self._prefetch)
+            self._each_array(requests[~hints], self._move)
+
+    def _each_array(self, requests: Requests, act: Callable[[Export, Requests], None]) -> None:
+        """Act on the requests for each array that the client has open; refuse all others."""
+        for export in dict.fromkeys(self._opened.copy().values()):
+            first, last = export.begin, export.begin + export.nbytes
+            ours = (requests["begin"] >= first) & (requests["begin"] < last)
+            if ours.any():
+                act(export, requests[ours])
+                requests = requests[~ours]
+        if len(requests) and act == self._move:
+            self._refuse(requests, BoundsError("a client asks for lines of no array that it has"))
+
+    def _refuse(self, requests: Requests, why: Exception) -> None:
+        self._failure = why
+        self._server.answer(requests["slot"].tolist(), _FAILED)
+
+    def _prefetch(self, export: Export, requests: Requests) -> None:
+        lines = [np.empty(0, np.int64)]
+        last = export.nbytes // self._line
+        for begin, nbytes in zip(
+            requests["begin"].tolist(), requests["bytes"].tolist(), strict=True
+        ):
+            # More than the cache has would evict itself.
+            first = begin - export.begin
+            end = min(first + nbytes, first + export.capacity, export.nbytes)
+            lines.append(np.arange(first // self._line, -(-end // self._line)))
+        chosen = np.unique(np.concatenate(lines))
+        whole = chosen[chosen < last]
+
+        def prefetch() -> None:
+            if len(whole):
+                export.move("prefetch", self._line, self._index(whole))
+            if len(whole) != len(chosen):
+                export.move("prefetch", 1, range(last * self._line, export.nbytes))
+
+        self._try(export, prefetch)
+
+    def _try(self, export: Export, act: Callable[[], None]) -> bool:
+        """Act on an array; note a failure, and return whether there was none."""
+        try:
+            export.act(act)
+        except FlashwarpError as error:
+            self._failure = error
+        except Exception as error:
+            _log.exception("a request of a client")
+            self._failure = error
+        else:
+            return True
+        return False
+
+    def _move(self, export: Export, requests: Requests) -> None:
+        """Make the accesses to one array, those of one size together if they are rows of it."""
+        sizes = requests["bytes"]
+        offsets = requests["begin"] - np.uint64(export.begin)
+        known = (requests["operation"] == _READ) | (requests["operation"] == _STORE)
+        fits = known & (sizes > 0) & (sizes <= self._line) & (offsets + sizes <= export.nbytes)
+        if not fits.all():
+            self._refuse(requests[~fits], BoundsError("a client asks for bytes that are no line's"))
+        for operation in (_STORE, _READ):
+            of = fits & (requests["operation"] == operation)
+            if operation == _STORE and of.any() and not export.array.writable:
+                why = ReadOnlyError('the array is read-only: open it with mode="r+"')
+                self._refuse(requests[of], why)
+                continue
+            for nbytes in np.unique(sizes[of]).tolist():
+                chosen = of & (sizes == nbytes)
+                rows = chosen & (offsets % np.uint64(nbytes) == 0)
+                self._move_rows(export, operation, requests[rows], nbytes)
+                for each in np.flatnonzero(chosen & ~rows):
+                    self._move_rows(export, operation, requests[each : each + 1], nbytes)
+
+    def _move_rows(self, export: Export, operation: int, requests: Requests, nbytes: int) -> None:
+        """Make accesses of one size, and answer them; one that fails fails alone."""
+        if not len(requests):
+            return
+        slots = requests["slot"].tolist()
+        offsets = (requests["begin"] - np.uint64(export.begin)).astype(np.int64)
+        row_bytes = nbytes if len(slots) > 1 or not offsets[0] % nbytes else 1
+        chosen: range | Index = range(int(offsets[0]), int(offsets[0]) + nbytes)
+        if row_bytes == nbytes:
+            chosen = self._index(offsets // nbytes)
+
+        def move() -> None:
+            here, there = self._bytes.ctypes.data, self._buffer
+            moved = self._bytes[: len(slots) * nbytes]
+            address = here if there is None else there.address
+            if operation == _STORE:
+                self._server.collect(slots, nbytes, here)
+                if there is not None:
+                    self._device.upload(address, moved)
+                export.move("scatter", row_bytes, chosen, address)
+                return
+            export.move("gather", row_bytes, chosen, address)
+            if there is not None:
+                self._device.download_into(address, moved)
+            self._server.hand_out(slots, nbytes, here)
+
+        if self._try(export, move):
+            self._server.answer(slots, _DONE)
+        elif len(slots) == 1:
+            self._server.answer(slots, _FAILED)
+        else:
+            for i in range(len(slots)):
+                self._move_rows(export, operation, requests[i : i + 1], nbytes)
+
+    def _index(self, numbers: npt.NDArray[np.int64]) -> Index:
+        numbers = np.ascontiguousarray(numbers, np.int64)
+        if self._device.kind == "cpu":
+            return Index(numbers.ctypes.data, numbers.shape, 8, "numpy", numbers)
+        copy = self._device.empty_array(numbers.shape, np.int64)
+        self._device.upload(copy.address, numbers)
+        return Index(copy.address, numbers.shape, 8, "numpy", copy, held=copy)
