@@ -46,7 +46,7 @@ class Pool:
 
     def start(self, ranks: int, act: Callable[..., Any], *arguments: Any) -> None:
         """Begin a function on some ranks."""
-        for end in self._ends[:ranks]:
+        for end in self._ends[: ranks or self.count]:
             end.send((ranks, act, arguments))
 
     def result(self, rank: int) -> Any:
@@ -61,13 +61,17 @@ class Pool:
         """Run a function on some ranks, and return what each has returned."""
         self.start(ranks, act, *arguments)
         problems, found = [], []
-        for rank in range(ranks):
+        for rank in range(ranks or self.count):
             try:
                 found.append(self.result(rank))
             except AssertionError as error:
                 problems.append(str(error))
         assert not problems, "\n".join(problems)
         return found
+
+    def run_with_groups(self, act: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run a function on all ranks, which gets the groups by their sizes."""
+        return self.run(0, act, *arguments)
 
     def close(self) -> None:
         """Kill all."""
@@ -87,7 +91,7 @@ def _serve(rank: int, count: int, store: str, end: Any) -> None:
         except EOFError:
             return
         try:
-            found, problem = act(rank, groups[ranks], *arguments), ""
+            found, problem = act(rank, groups[ranks] if ranks else groups, *arguments), ""
         except BaseException:
             found, problem = None, traceback.format_exc()
         end.send((found, problem))

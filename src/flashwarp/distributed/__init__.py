@@ -20,6 +20,8 @@ except ImportError as _error:
     ) from _error
 
 from flashwarp.distributed.array import ShardedArray, gather
+from flashwarp.distributed.embedding import Embedding
 from flashwarp.distributed.resharding import reshard
+from flashwarp.distributed.tables import create_table
 
-__all__ = ["ShardedArray", "gather", "reshard"]
+__all__ = ["Embedding", "ShardedArray", "create_table", "gather", "reshard"]

@@ -285,6 +285,35 @@ class ShardedArray(endings.OfProcess):
         with self._ranks.together():
             self._ranks.step(f"flush {self._name}", self.local.flush)
 
+    def save(self, folder: PathLike) -> None:
+        """Copy the array, as it is now, to a new one. Collective.
+
+        The copy is there as a whole, after a crash too, or not at all. `open` opens it on as many
+        ranks, and ``reshard(folder, to=...)`` deals its rows over any number.
+
+        Parameters
+        ----------
+        folder : path-like
+            Where this rank's shard goes: a folder of its machine, or one for all ranks. It is made
+            if it is absent, and must hold no sharded array.
+
+        Raises
+        ------
+        CheckpointError
+            If the array is a table, and an optimizer has made steps since its last `checkpoint`.
+        ExistingFileError
+            If a folder holds a sharded array.
+        PathError, StorageError, RankLostError, ClosedError
+
+        Notes
+        -----
+        Blocks until the copy is durable on all ranks. File systems with shared blocks (XFS, btrfs)
+        copy in milliseconds; others copy every byte.
+        """
+        self._check_usable()
+        with self._ranks.together():
+            opening.save_shards(self._ranks, self._save, self.local, folder)
+
     def close(self) -> None:
         """Flush and close this rank's shard, and leave the group. May be called twice.
 

@@ -29,11 +29,12 @@ _ALIGNMENT = 64
 class Asked:
     """Rows of one array that this rank asks for, sorted by the rank that has them.
 
-    `rows` are those to store, if any. Raises IndexDtypeError, BoundsError, ArgumentError,
+    `local` is the array of this rank's rows, or what has its `shape`, `dtype` and `gather`. `rows`
+    are those to store, if any. Raises IndexDtypeError, BoundsError, ArgumentError,
     DtypeError.
     """
 
-    def __init__(self, local: Array, dealing: Dealing, ids: Any, rows: Any = None) -> None:
+    def __init__(self, local: Any, dealing: Dealing, ids: Any, rows: Any = None) -> None:
         self.local, self.row_shape = local, local.shape[1:]
         self.is_torch = isinstance(ids, torch.Tensor)
         if self.is_torch:

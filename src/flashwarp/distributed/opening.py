@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,16 @@ from flashwarp.array.opening import Mode
 from flashwarp.array.opening import open as open_array
 from flashwarp.config import choice
 from flashwarp.device import resolve
+from flashwarp.distributed import records
 from flashwarp.distributed.dealing import Deal, Dealing
 from flashwarp.distributed.ranks import Ranks
 from flashwarp.distributed.saves import RANKS_MAX, Folder, Save, chosen
-from flashwarp.errors import ArgumentError, DeviceError, ExistingFileError, FileFormatError
+from flashwarp.errors import ArgumentError, CheckpointError, DeviceError, FileFormatError
 from flashwarp.storage import files, npy
 from flashwarp.storage.files import PathLike
 from flashwarp.storage.source import Shape
+from flashwarp.table.making import NewTable
+from flashwarp.table.record import Record
 
 Options = dict[str, Any]
 """What `flashwarp.open` takes: device, cache, line."""
@@ -37,34 +40,40 @@ def create_shards(
     dtype: npt.DTypeLike,
     shape: Shape,
     deal: Deal,
+    table: Callable[[], tuple[str, NewTable]] | None = None,
 ) -> tuple[Save, Array]:
-    """Make a new array of zeros, and open this rank's shard, which `held` closes."""
+    """Make a new array of zeros, or a table, and open this rank's shard, which `held` closes."""
 
-    def check() -> tuple[str, str, tuple[Folder, Callable[..., Save]]]:
+    def check() -> tuple[str, str, tuple[Folder, Callable[..., Save], NewTable | None]]:
         _check_device(options)
-        form = npy.empty_layout(shape, dtype)
+        of, new = ("", None) if table is None else table()
+        if new is None:
+            form = npy.empty_layout(shape, dtype)
+        else:
+            form = npy.empty_layout((new.rows, new.width), np.float32)
         if not form.shape:
             raise ArgumentError("a sharded array has at least one axis, whose rows are dealt")
         if ranks.count > RANKS_MAX:
             raise ArgumentError(f"{ranks.count} ranks: at most {RANKS_MAX} have a shard each")
         Dealing(deal, form.shape[0], ranks.count)
         home = Folder(path)
-        if home.look()["present"] is not None:
-            raise ExistingFileError(
-                errno.EEXIST, "holds a sharded array: open it, or name another", str(home.path)
-            )
+        home.check_new()
         described = repr(np.lib.format.dtype_to_descr(form.dtype))
         save = functools.partial(Save, deal=deal, shape=form.shape, dtype=described)
-        what = f"create shape {form.shape} of {form.dtype}, dealt by {deal}"
-        return what, os.urandom(16).hex(), (home, save)
+        what = f"create shape {form.shape} of {form.dtype}, dealt by {deal}{of}"
+        return what, os.urandom(16).hex(), (home, save, new)
 
-    (home, make_save), ids = ranks.agree("create", check)
+    (home, make_save, new), ids = ranks.agree("create", check)
     save = make_save(ids[0], ids[0], ranks=ranks.count)
 
     def make() -> Array:
         files.make_folder(home.path)
-        with save.new_shard(home.path, ranks.rank):
-            pass
+        with save.new_shard(home.path, ranks.rank) as (descriptor, offset):
+            if new is not None:
+                first, last = save.dealing.starts[ranks.rank : ranks.rank + 2]
+                new.write(descriptor, offset, range(first, last))
+        if new is not None:
+            new.record(last - first).write(save.path(home.path, ranks.rank))
         return _open_shard(ranks, held, home, save, "r+", options)
 
     local = ranks.step("make the shards", make)
@@ -77,6 +86,37 @@ def commit(ranks: Ranks, home: Folder, save: Save) -> None:
     ranks.step("prepare a save", lambda: home.prepare(save))
     ranks.step("commit a save", lambda: home.switch(save) if ranks.rank == 0 else None)
     ranks.step("follow a save", lambda: home.follow(save))
+
+
+def save_shards(ranks: Ranks, present: Save, local: Array, path: PathLike) -> None:
+    """Copy the shards of an open array to a new array in other folders."""
+    source = records.path_of(local)
+
+    def look() -> tuple[str, str, tuple[Folder, Record | None]]:
+        home = Folder(path)
+        home.check_new()
+        local.flush()
+        record = Record.read(source)
+        if record is not None and record.changing:
+            raise CheckpointError(
+                f"{source} is being trained: call the checkpoint() of its optimizer before, so "
+                "that the copy has all steps",
+                record.step,
+            )
+        return "save", os.urandom(16).hex(), (home, record)
+
+    (home, record), ids = ranks.agree("save", look)
+    new = replace(present, id=ids[0], array=ids[0])
+
+    def copy() -> None:
+        files.make_folder(home.path)
+        with new.new_shard(home.path, ranks.rank, source):
+            pass
+        if record is not None:
+            record.write(new.path(home.path, ranks.rank))
+
+    ranks.step("copy the shards", copy)
+    commit(ranks, home, new)
 
 
 def open_shards(

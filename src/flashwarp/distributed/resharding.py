@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import torch
 
 from flashwarp.config import integer
+from flashwarp.distributed import records
 from flashwarp.distributed.opening import commit
 from flashwarp.distributed.ranks import Ranks
 from flashwarp.distributed.saves import Folder, Save, chosen, read
@@ -30,10 +31,13 @@ def reshard(
     folder: PathLike,
     ranks: int | None = None,
     *,
+    to: PathLike | None = None,
     group: Any = None,
     timeout_s: float | None = None,
 ) -> None:
     """Deal the rows of a sharded array over another number of ranks. Collective.
+
+    Records of trained tables go along.
 
     Parameters
     ----------
@@ -41,6 +45,9 @@ def reshard(
         Where this rank's shard lies, or is to lie: a folder of its machine, or one for all ranks.
     ranks : int, optional
         How many shards the array gets, at most as many as the group has ranks. Default: as many.
+    to : path-like, optional
+        Where this rank's new shard goes: then `folder` stays as it is, and this is a new array.
+        Default: the new shards replace the old ones.
     group : ProcessGroup, optional
         The ranks, of any backend. Between them they must see all shards of the array. So to deal
         rows in separate folders over fewer ranks, all ranks that have shards call this, with
@@ -55,7 +62,9 @@ def reshard(
     MissingFileError, FileFormatError
         As `ShardedArray.open`.
     ExistingFileError
-        If the folder of a rank that had no shard holds another array.
+        If `to`, or the folder of a rank that had no shard, holds another array.
+    CheckpointError
+        If the array is a table whose shards were trained for different numbers of steps.
     LockedError
         If a program has a shard open for writing.
     PathError, StorageError, RankLostError
@@ -71,16 +80,25 @@ def reshard(
     with contextlib.ExitStack() as held:
         held.callback(group_ranks.close)
         held.enter_context(group_ranks.together())
-        _reshard(group_ranks, folder, ranks, held)
+        _reshard(group_ranks, folder, ranks, to, held)
 
 
-def _reshard(ranks: Ranks, path: PathLike, wanted: int | None, held: contextlib.ExitStack) -> None:
-    def look() -> tuple[str, Any, tuple[int, Folder]]:
+def _reshard(
+    ranks: Ranks,
+    path: PathLike,
+    wanted: int | None,
+    to: PathLike | None,
+    held: contextlib.ExitStack,
+) -> None:
+    def look() -> tuple[str, Any, tuple[int, Folder, Folder]]:
         count = ranks.count if wanted is None else integer("ranks", wanted, 1, ranks.count)
-        home = Folder(path)
-        return f"reshard to {count} ranks", home.look(), (count, home)
+        home, target = Folder(path), Folder(path if to is None else to)
+        if to is not None:
+            target.check_new()
+        where = "" if to is None else ", elsewhere"
+        return f"reshard to {count} ranks{where}", home.look(), (count, home, target)
 
-    (count, home), told = ranks.agree("reshard", look)
+    (count, home, target), told = ranks.agree("reshard", look)
 
     def find() -> tuple[str, Any, tuple[Save, dict[int, npy.Layout]]]:
         old = chosen(told, str(home.path))
@@ -97,21 +115,38 @@ def _reshard(ranks: Ranks, path: PathLike, wanted: int | None, held: contextlib.
     (old, seen), found = ranks.agree("find the shards", find)
     shown = [set(there) for _, there in found]
 
-    def lock() -> None:
+    def lock() -> tuple[str, dict[int, Any], None]:
+        found: dict[int, Any] = {}
         for shard in range(old.ranks):
             seers = [rank for rank, there in enumerate(shown) if shard in there]
             if not seers:
                 path = old.path(home.path, shard)
                 raise MissingFileError(errno.ENOENT, f"no rank sees shard {shard}", path)
             if seers[0] == ranks.rank:
-                held.callback(File(old.path(home.path, shard), writable=True).close)
+                path = old.path(home.path, shard)
+                held.callback(File(path, writable=to is None).close)
+                found[shard] = records.told(path)
         if told[ranks.rank] != home.look():
             raise FileFormatError(f"{home.path}: was changed by another program: try again")
 
-    ranks.step("lock the shards", lock)
-    plan = _Plan(old, replace(old, id=found[0][0], ranks=count), shown)
-    _make_shards(ranks, home, plan, seen)
-    commit(ranks, home, plan.new)
+        return "lock the shards", found, None
+
+    told_of = {}
+    for each in ranks.agree("lock the shards", lock)[1]:
+        told_of.update(each)
+    of_shards = [told_of[str(shard)] for shard in range(old.ranks)]
+    record = ranks.step("compare the records", lambda: records.agreed(of_shards))
+    array = old.array if to is None else found[0][0]
+    new = replace(old, id=found[0][0], array=array, ranks=count)
+    _make_shards(ranks, home, target, _Plan(old, new, shown), seen)
+
+    def keep_record() -> None:
+        if record is not None and ranks.rank < count:
+            own = replace(record, rows=new.shard_shape(ranks.rank)[0])
+            own.write(new.path(target.path, ranks.rank))
+
+    ranks.step("keep the records", keep_record)
+    commit(ranks, target, new)
 
 
 @dataclass(frozen=True)
@@ -148,7 +183,9 @@ class _Plan:
                 yield _Piece(shard, offset, place, nbytes)
 
 
-def _make_shards(ranks: Ranks, home: Folder, plan: _Plan, seen: dict[int, npy.Layout]) -> None:
+def _make_shards(
+    ranks: Ranks, home: Folder, target: Folder, plan: _Plan, seen: dict[int, npy.Layout]
+) -> None:
     """Write the new shards in rounds, in which each rank reads one piece for each rank.
 
     So no rank is ahead of another one by more than a round, however long all of it takes.
@@ -157,10 +194,10 @@ def _make_shards(ranks: Ranks, home: Folder, plan: _Plan, seen: dict[int, npy.La
     with contextlib.ExitStack() as made:
 
         def begin() -> _Copier:
-            files.make_folder(home.path)
+            files.make_folder(target.path)
             copier = _Copier(home, plan.old, seen, made)
             if ranks.rank < plan.new.ranks:
-                copier.new = made.enter_context(plan.new.new_shard(home.path, ranks.rank))
+                copier.new = made.enter_context(plan.new.new_shard(target.path, ranks.rank))
             return copier
 
         copier = ranks.step("make the shards", begin)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -26,12 +27,14 @@ import numpy as np
 from flashwarp.config import integer
 from flashwarp.distributed.dealing import DEALS, Deal, Dealing
 from flashwarp.dtypes import check_dtype, check_shape
-from flashwarp.errors import FileFormatError, MissingFileError
+from flashwarp.errors import ExistingFileError, FileFormatError, MissingFileError
 from flashwarp.storage import files, npy
+from flashwarp.table.checkpoint import copy_bytes
 
 _FORMAT = 1
 _PRESENT, _NEXT = "sharded.json", "sharded.next.json"
-_SHARD = re.compile(r"shard-[0-9]{5}-of-[0-9]{5}\.([0-9a-f]{32})\.npy")
+# Tables that are trained have records beside them.
+_SHARD = re.compile(r"shard-[0-9]{5}-of-[0-9]{5}\.([0-9a-f]{32})\.npy(\.training\.json)?")
 _ID = re.compile("[0-9a-f]{32}")
 RANKS_MAX = 99999
 
@@ -97,8 +100,12 @@ class Save:
         return f"flashwarp shard {rank:05d} of {self.ranks:05d}, save {self.id}\n".encode()
 
     @contextlib.contextmanager
-    def new_shard(self, folder: Path, rank: int) -> Iterator[tuple[int, int]]:
+    def new_shard(
+        self, folder: Path, rank: int, source: str | None = None
+    ) -> Iterator[tuple[int, int]]:
         """Make a shard of zeros, which gets its name, durably, at the end of the statement.
+
+        If `source` names the file of a shard of this shape and dtype, it has the rows of that.
 
         Yields its descriptor and the offset of its rows.
         """
@@ -108,6 +115,9 @@ class Save:
             with files.writing(target):
                 npy.write_empty(draft.descriptor, layout)
                 draft.warn_of_room(layout.nbytes)
+                if source is not None:
+                    with files.open_for_reading(source) as old:
+                        copy_bytes(old.fileno(), draft.descriptor)
                 os.pwrite(draft.descriptor, self._mark(rank), layout.offset + layout.nbytes)
                 yield draft.descriptor, layout.offset
                 os.fsync(draft.descriptor)
@@ -172,6 +182,13 @@ class Folder:
             raise FileFormatError(f"{path} is no manifest of a sharded array: {error}") from error
         except OSError as error:
             raise files.path_error(error, str(path), writable=False) from error
+
+    def check_new(self) -> None:
+        """Raise ExistingFileError if the folder holds a sharded array."""
+        if self.look()["present"] is not None:
+            raise ExistingFileError(
+                errno.EEXIST, "holds a sharded array: open it, or name another", str(self.path)
+            )
 
     def prepare(self, save: Save) -> None:
         """Write the manifest of a save that may become the present one. Durable."""

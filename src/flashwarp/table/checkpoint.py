@@ -90,19 +90,24 @@ def copy_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) ->
     only for what changes later. Others copy all bytes.
     """
     with open(source, "rb") as old, open(target, "wb") as new:
-        try:
-            fcntl.ioctl(new, _FICLONE, old.fileno())
-            shared = True
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            shared = False
-            _copy_bytes(old.fileno(), new.fileno())
+        shared = copy_bytes(old.fileno(), new.fileno())
         os.fsync(new.fileno())
     return shared
 
 
-def _copy_bytes(source: int, target: int) -> None:
+def copy_bytes(source: int, target: int) -> bool:
+    """Copy from one open file to another; returns whether they share the blocks."""
+    try:
+        fcntl.ioctl(target, _FICLONE, source)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        _send_bytes(source, target)
+        return False
+    return True
+
+
+def _send_bytes(source: int, target: int) -> None:
     """Copy in the kernel; what is a hole in the file stays one."""
     end = os.fstat(source).st_size
     os.ftruncate(target, end)

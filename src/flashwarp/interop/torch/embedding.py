@@ -187,6 +187,13 @@ class _TableModule(endings.Scoped, torch.nn.Module):  # type: ignore[misc]
         # The caller may change its ids before a step: they may be a buffer for those of each batch.
         self.pending.append(Kept(ids.clone(), gradients, self.array.device))
 
+    def _collect(self) -> None:
+        """Bring to `pending` what other processes have for it, before a step."""
+
+    def _forget(self) -> None:
+        """Drop all gradients that backward has left."""
+        self.pending.clear()
+
     # Ahead, and the end.
 
     def prefetch(self, ids: torch.Tensor, stream: object = None) -> None:

@@ -199,6 +199,8 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             with torch.enable_grad():
                 loss = closure()
         self._check_owner()
+        for table in self._tables.values():
+            table.module._collect()
         updates = [
             (self._tables[param], group, self.state[param])
             for group in self.param_groups
@@ -274,7 +276,7 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - as torch names it
         """Forget the gradients that `backward` has noted."""
         for table in self._tables.values():
-            table.module.pending.clear()
+            table.module._forget()
 
     # Checkpoints.
 
