@@ -33,12 +33,15 @@ EXAMPLES_OF_BOTH = [
     ("adjoint_wave.py", "torch", ["--cells=40", "--steps=60"]),
     ("offload_ngram.py", "torch", ["--rows=4096", "--tokens=20"]),
 ]
+FOR_CPUS = [("sharded_two_tower.py", "torch", ["--then=1"])]
 FOR_GPUS = [
     ("numba_kernel.py", "numba_cuda", []),
     ("bfs_numba.py", "numba_cuda", []),
     ("cupy_raw_module.py", "cupy", []),
 ]
-ON_THE_CPU = [(name, needs, ["--device=cpu", *more]) for name, needs, more in EXAMPLES_OF_BOTH]
+ON_THE_CPU = [
+    (name, needs, ["--device=cpu", *more]) for name, needs, more in [*EXAMPLES_OF_BOTH, *FOR_CPUS]
+]
 ON_A_GPU = [
     *((name, needs, ["--device=cuda"]) for name, needs, _ in [*EXAMPLES_OF_BOTH, *FOR_GPUS]),
     ("decode_loop.py", "torch", ["--compare"]),
@@ -59,7 +62,7 @@ def run_example(name: str, arguments: list[str], path: str, folder: Path) -> tup
 
 
 def test_every_example_is_in_a_list() -> None:
-    listed = {name for name, _, _ in [*EXAMPLES_OF_BOTH, *FOR_GPUS]}
+    listed = {name for name, _, _ in [*EXAMPLES_OF_BOTH, *FOR_CPUS, *FOR_GPUS]}
 
     assert {path.name for path in EXAMPLES.glob("*.py")} == listed
 
