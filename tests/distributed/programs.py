@@ -320,6 +320,16 @@ def never_opens(rank: int, group: Any, folder: Path) -> str:
     return "" if rank == 1 else failure(lambda: create(group, folder, "f4", 9, timeout_s=2))[0]
 
 
+def comes_to_the_next(rank: int, group: Any, folder: Path, absent: int) -> Any:
+    """One rank stays away from the first meeting, and all come to the second."""
+    if rank != absent:
+        assert failure(lambda: create(group, folder, "f4", 9, timeout_s=1))[0] == "RankLostError"
+    dist.barrier(group)
+    with create(group, folder, "f4", 9) as x:
+        x.scatter([rank], rank + 1)
+        return x.gather(np.arange(4)).tolist()
+
+
 def until_killed(rank: int, group: Any, folder: Path, shared: bool) -> str:
     """Store and flush a new number until another rank is gone."""
     path = home(folder, rank, shared)

@@ -128,6 +128,13 @@ def test_a_rank_that_never_comes_is_lost_after_the_time_limit(pool: Any, tmp_pat
     assert "did not come within 2 s" in found[0][1]
 
 
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_ranks_meet_again_after_one_has_stayed_away(pool: Any, tmp_path: Path, absent: int) -> None:
+    found = pool.run(3, programs.comes_to_the_next, tmp_path, absent)
+
+    assert found == [[1, 2, 3, 0]] * 3
+
+
 def test_a_rank_that_never_opens_is_lost_after_the_time_limit(pool: Any, tmp_path: Path) -> None:
     assert pool.run(2, programs.never_opens, tmp_path) == ["RankLostError", ""]
 

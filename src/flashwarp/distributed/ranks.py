@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -27,6 +28,11 @@ from flashwarp.errors import ArgumentError, ClosedError, FlashwarpError, RankLos
 _T = TypeVar("_T")
 
 _FAILED, _WHAT, _SIZE = range(3)
+
+_LOOK_S = 0.01
+_OVER = "meeting {} is over"
+# Of each group of ranks, the number of the last meeting that this process has gone to.
+_met: dict[str, int] = {}
 
 
 class Ranks:
@@ -57,17 +63,45 @@ class Ranks:
         self._timeout_s = timeout.total_seconds()
         self._lock = endings.Lock()
         self._agreed: BaseException | None = None
-        # Not `new_group`: all processes would have to call it, and not only those of the group.
-        name = hashlib.sha256(repr(self.members).encode()).hexdigest()[:16]
+        self._gloo: Any = None
         try:
-            whole = dist.distributed_c10d._get_default_store()
-            store = dist.PrefixStore(f"flashwarp/sharded/{name}", whole)
-            self.number = int(store.add(str(self.rank), 1))
-            self._gloo: Any = dist.ProcessGroupGloo(
-                dist.PrefixStore(str(self.number), store), self.rank, self.count, timeout
-            )
+            self._connect()
         except RuntimeError as error:
             self._lose(error)
+
+    def _connect(self) -> None:
+        """Connect to the other ranks, under a number that rank 0 chooses.
+
+        Not by `new_group`, which all processes would have to call, and not only those of the group.
+        Ranks cannot count by themselves how often they have met: one may have stayed away from a
+        meeting that the others have waited for.
+        """
+        name = hashlib.sha256(repr(self.members).encode()).hexdigest()[:16]
+        whole = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"flashwarp/sharded/{name}", whole)
+        end = time.monotonic() + self._timeout_s
+        self.number = _met[name] = self._meeting(store, _met.get(name, 0), end)
+        left = timedelta(seconds=max(end - time.monotonic(), _LOOK_S))
+        own = dist.PrefixStore(str(self.number), store)
+        try:
+            self._gloo = dist.ProcessGroupGloo(own, self.rank, self.count, left)
+        finally:
+            if self.rank == 0:
+                store.add(_OVER.format(self.number), 1)
+        self._gloo._set_default_timeout(timedelta(seconds=self._timeout_s))
+
+    def _meeting(self, store: Any, last: int, end: float) -> int:
+        """Return the number of the meeting that rank 0 calls now."""
+        if self.rank == 0:
+            return int(store.add("meetings", 1))
+        while True:
+            number = int(store.add("meetings", 0))
+            # One that is over, and was without this rank, has failed.
+            if number > last and not store.add(_OVER.format(number), 0):
+                return number
+            if time.monotonic() >= end:
+                raise RuntimeError("rank 0 does not come")
+            time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """End the connections: ranks that wait for this one fail at once. May be called twice."""
