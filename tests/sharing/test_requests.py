@@ -152,6 +152,17 @@ def test_files_that_cannot_be_opened(
     works(path)
 
 
+def test_an_array_may_be_closed_again_by_whom_a_signal_has_kept_the_answer_from(
+    owner: fw.Cache, path: Path
+) -> None:
+    with greeted() as client:
+        number = opened(client, path)["array"]
+
+        answers = [ask(client, {"op": "close", "array": number}) for _ in range(2)]
+
+    assert answers == [{}, {}]
+
+
 @pytest.mark.parametrize(
     ("body", "error"),
     [
