@@ -31,6 +31,10 @@ def test_lookups_are_those_of_torch(pool: Any, tmp_path: Path) -> None:
     pool.run(3, training.looks_up_as_torch, tmp_path)
 
 
+def test_compiled_models_call_it(pool: Any, tmp_path: Path) -> None:
+    pool.run(1, training.is_called_by_compiled_models, tmp_path)
+
+
 def test_padding_gets_no_gradient(pool: Any, tmp_path: Path) -> None:
     pool.run(2, training.keeps_padding, tmp_path)
 

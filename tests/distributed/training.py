@@ -115,6 +115,17 @@ def looks_up_as_torch(rank: int, group: Any, folder: Path) -> None:
         assert "give dim=6" in failure(lambda: Embedding(x))[1]
 
 
+def is_called_by_compiled_models(rank: int, group: Any, folder: Path) -> None:
+    make(group, home(folder, rank, True))
+    with reopen(group, home(folder, rank, True)) as x:
+        model = torch.nn.Sequential(Embedding(x, dim=DIM), torch.nn.Linear(DIM, 2))
+        ids = torch.tensor([3, 5, 3])
+        compiled = torch.compile(model, backend="eager")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(2):
+                assert torch.equal(compiled(ids), model(ids))
+
+
 def keeps_padding(rank: int, group: Any, folder: Path) -> None:
     make(group, home(folder, rank, True))
     with reopen(group, home(folder, rank, True)) as x:

@@ -69,7 +69,8 @@ class Embedding(torch.nn.Module):  # type: ignore[misc]
     optimizer that trains it. All ranks make as many steps, also one without gradients. Backward is
     not: it keeps the gradients until the step. The gradients of a row are added up in the order of
     ranks, and on each in the order of ids: so SGD gives the bits of one process that has the ids
-    of all ranks, one rank behind the other, if the loss gives each id the same gradient.
+    of all ranks, one rank behind the other, if the loss gives each id the same gradient. A model
+    that `torch.compile` compiles calls the module as it is.
 
     Examples
     --------
@@ -121,6 +122,7 @@ class Embedding(torch.nn.Module):  # type: ignore[misc]
         self.embedding_dim = shard.embedding_dim
         shard._bring_all = weakref.WeakMethod(self._bring)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
         """Return the rows of ids, wherever they are. Collective.
 
