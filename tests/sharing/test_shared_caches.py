@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -611,6 +612,18 @@ def test_futures_of_a_client(client: fw.Cache, path: Path) -> None:
             x.gather_async([4000])
         x.prefetch(range(1000, 3000))
         np.testing.assert_array_equal(x[1000:3000], ROWS[1000:3000])
+
+
+def test_threads_of_a_client_look_at_the_owner_at_once(client: fw.Cache, path: Path) -> None:
+    with fw.open(path, cache=client) as x, ThreadPoolExecutor(4) as threads:
+        connection = x._attachment.asking.client.connection  # type: ignore[attr-defined]
+
+        def look() -> None:
+            for _ in range(5000):
+                connection.check()
+
+        for each in [threads.submit(look) for _ in range(4)]:
+            each.result()
 
 
 def test_pipeline_of_a_client(client: fw.Cache, path: Path) -> None:
