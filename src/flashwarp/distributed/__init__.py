@@ -6,7 +6,8 @@
         rows = table.gather(ids)  # on all ranks, each with ids of its own
 
 Each rank serves its rows from a file of its own. `gather` reads rows of several arrays at once, and
-`reshard` deals the rows over another number of ranks.
+`reshard` deals the rows over another number of ranks. `create_table` makes a table of embeddings,
+and `Embedding` looks its rows up for a model; the optimizers of `flashwarp.torch` train it.
 """
 
 from __future__ import annotations

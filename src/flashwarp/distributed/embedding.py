@@ -172,7 +172,7 @@ class Embedding(torch.nn.Module):  # type: ignore[misc]
 
     def _bring(self) -> None:
         """Bring gradients to the ranks that have their rows. Collective."""
-        kept, self.local._kept = self.local._kept, []
+        kept = list(self.local._kept)
         table, dim = self.table, self.embedding_dim
         table._check_usable()
         ids = torch.cat([torch.empty(0, dtype=torch.int64), *(each for each, _ in kept)])
@@ -190,6 +190,8 @@ class Embedding(torch.nn.Module):  # type: ignore[misc]
             got = ranks.swap(places[order], counts, theirs)
             sizes = ([each * dim for each in those] for those in (counts, theirs))
             rows = ranks.swap(values[order].view(-1), *sizes).view(-1, dim)
+        # Only now: a step that all ranks refuse can be made again.
+        del self.local._kept[: len(kept)]
         if any(told):
             self.local._keep(got, rows)
 

@@ -195,7 +195,7 @@ def _make_shards(
 
         def begin() -> _Copier:
             files.make_folder(target.path)
-            copier = _Copier(home, plan.old, seen, made)
+            copier = _Copier(home, target, plan.old, seen, made)
             if ranks.rank < plan.new.ranks:
                 copier.new = made.enter_context(plan.new.new_shard(target.path, ranks.rank))
             return copier
@@ -225,6 +225,7 @@ class _Copier:
     """Reads from the old shards that this rank sees, and writes its new one."""
 
     home: Folder
+    target: Folder
     old: Save
     seen: dict[int, npy.Layout]
     closing: contextlib.ExitStack
@@ -262,7 +263,7 @@ class _Copier:
         """Store the bytes of a piece in the new shard."""
         descriptor, rows = self.new
         view = memoryview(content)
-        with files.writing(str(self.home.path)):
+        with files.writing(str(self.target.path)):
             while view:
                 done = os.pwrite(descriptor, view, rows + piece.place + piece.nbytes - len(view))
                 view = view[done:]
