@@ -43,6 +43,10 @@ def test_dropped_gradients_reach_no_rank(pool: Any, tmp_path: Path) -> None:
     pool.run(3, training.drops_gradients, tmp_path)
 
 
+def test_a_step_that_all_ranks_refuse_can_be_made_again(pool: Any, tmp_path: Path) -> None:
+    pool.run(3, training.steps_again, tmp_path)
+
+
 def test_all_ranks_raise_the_same(pool: Any, tmp_path: Path) -> None:
     found = pool.run(3, training.refuses, tmp_path)
 

@@ -153,6 +153,20 @@ def drops_gradients(rank: int, group: Any, folder: Path) -> None:
         same(x.gather(np.arange(ROWS)), before)
 
 
+def steps_again(rank: int, group: Any, folder: Path) -> None:
+    """Rank 1 calls something else instead of a step, and then all make the step."""
+    make(group, home(folder, rank, True))
+    with reopen(group, home(folder, rank, True)) as x:
+        before = x.gather(np.arange(ROWS))
+        table = Embedding(x, dim=DIM, average=False)
+        optimizer = fw.torch.SGD(table, lr=1.0)
+        table(torch.tensor([5])).sum().backward()
+        assert failure(x.flush if rank == 1 else optimizer.step)[0] == "ArgumentError"
+        optimizer.step()
+        before[5, :DIM] -= x.ranks
+        assert np.allclose(x.gather(np.arange(ROWS)), before)
+
+
 def refuses(rank: int, group: Any, folder: Path) -> list[Any]:
     """Return what each misuse raises, which all ranks must raise alike."""
     path = home(folder, rank, True)
