@@ -19,6 +19,7 @@ from flashwarp.distributed.array import ShardedArray
 from flashwarp.distributed.moving import Asked
 from flashwarp.errors import ArgumentError
 from flashwarp.interop.torch import embedding
+from flashwarp.interop.torch.checks import check_tensors
 from flashwarp.interop.torch.lookups import look_up
 
 # What numpy has of as many bytes.
@@ -152,7 +153,7 @@ class Embedding(torch.nn.Module):  # type: ignore[misc]
         places = []
 
         def ask() -> list[Asked]:
-            embedding.check_tensors(input=ids)
+            check_tensors(input=ids)
             wanted, inverse = ids.unique(return_inverse=True)
             places.append(inverse)
             return [Asked(_Weights(self.local), self.table._save.dealing, wanted)]

@@ -8,7 +8,6 @@ those that it needs. If the array is writable, backward leaves the gradients of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
@@ -17,35 +16,35 @@ from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.array.opening import open as open_array
 from flashwarp.checkpoint.nested import note_rows
-from flashwarp.config import brief, choice, flag, integer
-from flashwarp.device import Device, stream_handle
+from flashwarp.config import choice, flag
 from flashwarp.errors import ArgumentError, CopyError, DtypeError, ReadOnlyError
+from flashwarp.interop.torch.checks import (
+    REFUSED,
+    TableLike,
+    check_bags,
+    check_dim_is_given,
+    check_refused,
+    check_stream,
+    check_table,
+    check_tensors,
+    dim_of,
+    padding_of,
+    rows_of,
+    stored_of,
+)
 from flashwarp.interop.torch.gradients import Kept, Part, look_up_bags, look_up_rows
 from flashwarp.interop.torch.lookups import COMPUTED, NUMBERS, TensorLookup, look_up
 from flashwarp.interop.torch.operators import check_plain, torch_device
 from flashwarp.interop.torch.scaling import ScalesLike, Scaling
 from flashwarp.storage import files, safetensors
 from flashwarp.table.lookup import Pooling, Scales, Table
-from flashwarp.table.record import Record
 
-TableLike: TypeAlias = Array | files.PathLike
 Mode: TypeAlias = Literal["sum", "mean", "max"]
 
 _POOLINGS = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "max": Pooling.MAX}
 
 # What torch's modules are made from, and ours find in the file.
 _SIZES = ("num_embeddings", "embedding_dim")
-
-# What torch's modules offer and ours do not: the values that change nothing, and why not others.
-_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "max_norm": ((None,), "a lookup reads rows and never stores them"),
-    "norm_type": ((2.0,), "there is no max_norm"),
-    "scale_grad_by_freq": ((False,), "divide the gradients in `pending` by your own counts"),
-    "sparse": ((True,), "gradients are those of the rows that were looked up, never dense"),
-    "_weight": ((None,), "rows lie in a storage: store them with flashwarp.create"),
-    "_freeze": ((None,), 'open the array with mode="r", or call requires_grad_(False)'),
-}
-
 
 # Of safetensors files, those that `open` opens as integers.
 _TYPES = {
@@ -78,10 +77,10 @@ class _TableModule(endings.Scoped, torch.nn.Module):  # type: ignore[misc]
         **opening: Any,
     ) -> None:
         super().__init__()
-        for name in _REFUSED.keys() & opening.keys():
-            _check_refused(name, opening.pop(name))
+        for name in REFUSED.keys() & opening.keys():
+            check_refused(name, opening.pop(name))
         named = [opening.pop(each) for each in _SIZES if each in opening]
-        table = _check_table(type(self).__name__, table, [*sizes, *named])
+        table = check_table(type(self).__name__, table, [*sizes, *named])
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._opened: list[Array] = []
         scaling = Scaling(scale_block, stored_scales, global_scale, global_divisor)
@@ -93,11 +92,11 @@ class _TableModule(endings.Scoped, torch.nn.Module):  # type: ignore[misc]
                     f"an array of shape {array.shape} is no table, which has two axes: rows, and "
                     "the elements of a row"
                 )
-            self.rows = _rows(rows, array.shape[0])
+            self.rows = rows_of(rows, array.shape[0])
             self.num_embeddings, width = len(self.rows), array.shape[1]
             if stored is None and opening.get("tensor") is not None:
                 stored = _TYPES.get(safetensors.find(table, opening["tensor"]).dtype)
-            self.stored = _stored(array, stored)
+            self.stored = stored_of(array, stored)
             # For copies in other processes, and deep ones: what the array does not say.
             self._options: dict[str, Any] = {
                 "scale_block": scale_block, "stored_scales": stored_scales,
@@ -105,10 +104,10 @@ class _TableModule(endings.Scoped, torch.nn.Module):  # type: ignore[misc]
                 "dim": dim, "dtype": dtype, "stored": self.stored, "padding_idx": padding_idx,
             }  # fmt: skip
             number = NUMBERS[self.stored]
-            _check_dim_is_given(dim, array)
-            self.embedding_dim = _dim(dim, width * array.dtype.itemsize * 8 // number.bits)
+            check_dim_is_given(dim, array)
+            self.embedding_dim = dim_of(dim, width * array.dtype.itemsize * 8 // number.bits)
             self.dtype = self._result(dtype)
-            self.padding_idx = _padding(padding_idx, self.num_embeddings)
+            self.padding_idx = padding_of(padding_idx, self.num_embeddings)
             self.scales = scales
             factors = self._scales_of(scales, scaling)
             self.table = Table(
@@ -472,132 +471,3 @@ def _opened_again(
     made._opened += [each for each in (array, options["scales"]) if isinstance(each, Array)]
     made.train(training)
     return made
-
-
-# Checks.
-
-
-def _check_table(module: str, table: object, sizes: Sequence[object]) -> TableLike:
-    """Return the table; raises ArgumentError for what torch's modules take, sizes or weights."""
-    if isinstance(table, Array) or files.is_path(table):
-        if sizes:
-            raise ArgumentError(
-                f"{', '.join(map(brief, sizes))} after the table: its file says how many rows it "
-                "has, and how long they are; dim= takes fewer weights of each"
-            )
-        return table
-    numbers = [each for each in (table, *sizes) if each is not None]
-    if all(isinstance(each, int) for each in numbers):
-        given = [brief(each) for each in numbers]
-        rows, dim = (given + ["rows", "dim"][len(given) :])[:2]
-        make, more = f"flashwarp.torch.create_table(path, {rows}, {dim})", f", dim={dim}"
-    else:
-        given, make, more = [type(table).__name__], "numpy.save(path, weights)", ""
-    raise ArgumentError(
-        f"{module}({', '.join(given)}): the rows of a table lie in a file, by its path or as a "
-        f"flashwarp.Array. Make it once, by {make}, and then {module}(path{more})"
-    )
-
-
-def _check_refused(name: str, value: object) -> None:
-    harmless, why = _REFUSED[name]
-    plain = value is None or isinstance(value, bool | int | float)
-    if not plain or value not in harmless:
-        raise ArgumentError(f"{name}={value!r} does not work with tables in a storage: {why}")
-
-
-def _rows(rows: range | None, count: int) -> range:
-    if rows is None:
-        return range(count)
-    if not isinstance(rows, range) or rows.step != 1:
-        raise ArgumentError(f"rows={rows!r}: give a range without gaps, such as range(0, {count})")
-    if not 0 <= rows.start < rows.stop <= count:
-        raise ArgumentError(f"rows={rows!r} of an array of {count} rows")
-    return rows
-
-
-def _check_dim_is_given(dim: int | None, array: Array) -> None:
-    """Raise ArgumentError where all of a row would pass for weights, and its record says less."""
-    path = array._attachment.storage.path
-    record = Record.read(path) if dim is None and path else None
-    if record is not None and record.dim != array.shape[1]:
-        raise ArgumentError(
-            f"a row of {path} has {record.dim} weights, and behind them the state of "
-            f"{record.optimizer!r} and zeros: give dim={record.dim}, or dim={array.shape[1]} to "
-            "read all of it"
-        )
-
-
-def _dim(dim: int | None, width: int) -> int:
-    return width if dim is None else integer("dim", dim, 1, width)
-
-
-def _stored(array: Array, stored: torch.dtype | None) -> torch.dtype:
-    """Return what the elements of a table are."""
-    known = ", ".join(str(each).removeprefix("torch.") for each in NUMBERS)
-    own: torch.dtype | None = getattr(torch, array.dtype.name, None)
-    result = own if stored is None else stored
-    if not isinstance(result, torch.dtype) or result not in NUMBERS or not array.dtype.isnative:
-        raise DtypeError(
-            f"rows of dtype {array.dtype if stored is None else stored} cannot be converted: a "
-            f"table stores {known}; stored= names the type of elements that the array has as "
-            "integers"
-        )
-    if result is not own and (
-        array.dtype.kind not in "iuV" or result.itemsize != array.dtype.itemsize
-    ):
-        raise DtypeError(
-            f"stored={stored} for an array of {array.dtype}: open its file with an integer dtype "
-            f"of {result.itemsize} bytes"
-        )
-    return result
-
-
-def _padding(padding_idx: int | None, rows: int) -> int | None:
-    if padding_idx is None:
-        return None
-    number = integer("padding_idx", padding_idx, -rows, rows - 1)
-    return number + rows if number < 0 else number
-
-
-def check_tensors(**given: object) -> None:
-    """Raise ArgumentError for what is neither a plain tensor nor None, as arguments by name."""
-    for name, value in given.items():
-        if isinstance(value, torch.Tensor):
-            check_plain(**{name: value})
-        elif value is not None or name in ("input", "ids"):
-            raise ArgumentError(
-                f"{name} is of type {type(value).__name__}: give a tensor on the table's device"
-            )
-
-
-def check_stream(stream: object, device: Device) -> int | None:
-    """Return the handle of a stream, or None for torch's current one; raises ArgumentError."""
-    if stream is None:
-        return None
-    if device.kind == "cpu":
-        raise ArgumentError(f"stream={stream!r}: the CPU device has no streams")
-    return stream_handle(stream)
-
-
-def check_bags(
-    ids: torch.Tensor,
-    offsets: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    pooling: Pooling,
-    axes: int,
-) -> None:
-    """Raise ArgumentError unless ids are divided into bags: by offsets, or with so many axes."""
-    check_tensors(input=ids, offsets=offsets, per_sample_weights=weights)
-    if offsets is None and ids.ndim != axes:
-        raise ArgumentError(
-            f"ids of shape {tuple(ids.shape)} and no offsets: without offsets they have {axes} "
-            "axes, and the last is a bag"
-        )
-    if offsets is not None and (ids.ndim != 1 or offsets.ndim != 1):
-        raise ArgumentError(
-            f"ids of shape {tuple(ids.shape)} and offsets of shape {tuple(offsets.shape)}: with "
-            "offsets both have one axis"
-        )
-    if weights is not None and pooling is not Pooling.SUM:
-        raise ArgumentError(f'per_sample_weights are for mode="sum", not {pooling.name.lower()!r}')

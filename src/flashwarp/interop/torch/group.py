@@ -7,13 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from flashwarp.errors import ArgumentError
-from flashwarp.interop.torch.embedding import (
-    Embedding,
-    EmbeddingBag,
-    check_bags,
-    check_stream,
-    check_tensors,
-)
+from flashwarp.interop.torch.checks import check_bags, check_stream, check_tensors
+from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
 from flashwarp.interop.torch.gradients import look_up_bags, look_up_rows
 from flashwarp.interop.torch.lookups import TensorLookup, look_up
 from flashwarp.table.lookup import Pooling

@@ -10,7 +10,8 @@ import torch
 
 from flashwarp.config import flag, integer
 from flashwarp.errors import ArgumentError, ClosedError, CopyError, ReadOnlyError
-from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag, check_tensors
+from flashwarp.interop.torch.checks import check_tensors
+from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
 from flashwarp.interop.torch.offloading.plan import Plan
 from flashwarp.interop.torch.offloading.table import ModelTable, OpenedTable
 
