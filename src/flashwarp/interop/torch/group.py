@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from flashwarp.config import brief
 from flashwarp.errors import ArgumentError
 from flashwarp.interop.torch.checks import check_bags, check_stream, check_tensors
 from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
@@ -49,12 +50,24 @@ class EmbeddingGroup(torch.nn.Module):  # type: ignore[misc]
     [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 4.0, 5.0]]
     """
 
-    def __init__(self, tables: Sequence[Embedding] | Sequence[EmbeddingBag]) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Embedding] | Sequence[EmbeddingBag] | None = None,
+        *sizes: object,
+        **options: object,
+    ) -> None:
         super().__init__()
         several = isinstance(tables, Iterable) and not isinstance(tables, torch.Tensor)
-        listed = list(tables) if several else []
-        if not listed or not all(isinstance(each, Embedding | EmbeddingBag) for each in listed):
-            raise ArgumentError("tables is a sequence of Embedding, or of EmbeddingBag")
+        listed = list(tables) if tables is not None and several else []
+        modules = bool(listed) and all(isinstance(e, Embedding | EmbeddingBag) for e in listed)
+        if sizes or options or not modules:
+            given = [*([] if tables is None else [tables]), *sizes, *options.values()]
+            raise ArgumentError(
+                f"EmbeddingGroup({', '.join(map(brief, given))}): tables is a sequence of "
+                "Embedding, or of EmbeddingBag, which have their rows in files. Make each once, by "
+                "flashwarp.torch.create_table(path, rows, dim), and then "
+                "EmbeddingGroup([EmbeddingBag(path, dim=dim), ...])"
+            )
         kinds = {_kind(each) for each in listed}
         if len(kinds) > 1:
             raise ArgumentError(
