@@ -255,6 +255,93 @@ def test_ids_may_have_strides(x, weights):
     assert torch.equal(fw.torch.Embedding(x)(index), weights[index])
 
 
+# Rows that exist.
+
+
+@pytest.mark.parametrize("stored", HELD)
+def test_rows_of_a_tensor_stay_in_its_memory(stored):
+    held = numbers(ROWS, WIDTH, torch.float32).to(stored)
+    index = ids(50)
+
+    with fw.torch.Embedding.from_pretrained(held, padding_idx=-1, cache="16 KiB") as table:
+        rows = table(index)
+        assert (table.stored, table.padding_idx) == (stored, ROWS - 1)
+        assert table.array._attachment.storage.address == held.data_ptr()
+
+    expected = torch.nn.Embedding.from_pretrained(held.to(rows.dtype))(index)
+    assert torch.equal(rows, expected)
+    assert not rows.requires_grad
+
+
+def test_rows_of_numpy_and_of_views_are_those_of_torch(weights):
+    index = ids(50)
+
+    for given in (weights.numpy(), weights.numpy()[::2, ::3], weights[:, ::2], -weights.T):
+        beside = torch.nn.Embedding.from_pretrained(torch.as_tensor(given))
+        few = index % beside.num_embeddings
+        with fw.torch.Embedding.from_pretrained(given) as table:
+            assert torch.equal(table(few), beside(few))
+
+
+@pytest.mark.parametrize("kind", [fw.torch.Embedding, fw.torch.EmbeddingBag])
+def test_freeze_says_how_a_path_is_opened(tmp_path, weights, kind):
+    np.save(tmp_path / "x.npy", weights.numpy())
+
+    for freeze in (True, False):
+        with kind.from_pretrained(tmp_path / "x.npy", freeze) as table:
+            assert (table.array.writable, table._trains) == (not freeze, not freeze)
+
+
+def test_freeze_of_an_open_array(x):
+    assert not fw.torch.Embedding.from_pretrained(x)(ids(3)).requires_grad
+    assert fw.torch.Embedding.from_pretrained(x, freeze=False)(ids(3)).requires_grad
+
+
+def test_weights_that_are_trained_go_to_a_file_first(tmp_path, weights):
+    path = tmp_path / "x.npy"
+    with pytest.raises(ReadOnlyError, match=r"create_table\(path, \*weights.shape, init=weights"):
+        fw.torch.Embedding.from_pretrained(weights, freeze=False)
+
+    for given in (weights, torch.nn.Parameter(weights.bfloat16()), weights.numpy()):
+        fw.torch.create_table(path, *given.shape, init=given, overwrite=True)
+        with fw.torch.Embedding.from_pretrained(path, False, dim=WIDTH) as table:
+            rows = table(torch.arange(ROWS))
+            rows.sum().backward()
+            fw.torch.RowWiseAdagrad(table, lr=0.1).step()
+        assert torch.equal(rows.detach(), torch.as_tensor(given).detach().float())
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "said"),
+    [
+        (torch.ones(3), {}, "two axes"),
+        (torch.ones(3, 0), {}, "two axes"),
+        (torch.ones(3, 4, device="meta"), {}, "cpu"),
+        (torch.eye(3).to_sparse(), {}, "sparse"),
+        (torch.ones(3, 4, dtype=torch.float64), {}, "float64"),
+        (np.ones((3, 4), ">f4"), {}, ">f4"),
+        (np.ones((3, 4), object), {}, "objects"),
+        ([[1.0]], {}, "from_pretrained"),
+        (torch.ones(3, 4), {"max_norm": 1.0}, "max_norm"),
+        (torch.ones(3, 4), {"scale_grad_by_freq": True}, "scale_grad_by_freq"),
+        (torch.ones(3, 4), {"sparse": False}, "sparse"),
+        (torch.ones(3, 4), {"freeze": "no"}, "freeze"),
+        (torch.ones(3, 4), {"mode": "r+"}, "takes no writes"),
+    ],
+)
+def test_what_cannot_be_had_of_from_pretrained_is_refused_by_name(given, options, said):
+    with pytest.raises(fw.errors.FlashwarpError, match=said):
+        fw.torch.Embedding.from_pretrained(given, **options)
+
+
+def test_weights_of_a_new_table_that_do_not_fit_leave_no_file(tmp_path, weights):
+    for given in (weights[:5], weights.to("meta"), np.empty((ROWS, WIDTH), object)):
+        with pytest.raises(ArgumentError, match="init"):
+            fw.torch.create_table(tmp_path / "x.npy", ROWS, WIDTH, init=given)
+
+    assert not os.listdir(tmp_path)
+
+
 # Ahead.
 
 
@@ -407,8 +494,8 @@ def test_arguments_that_do_not_fit_are_refused(x, options, error, match):
         ((), {"num_embeddings": 9, "embedding_dim": 4}, r"create_table\(path, 9, 4\)"),
         ((1000, 32, 0), {}, r"\(1000, 32, 0\): .*\(path, 1000, 32\)"),
         ((), {}, r"\(\): .*create_table\(path, rows, dim\)"),
-        ((torch.ones(4, 2),), {}, r"\(Tensor\): .*numpy.save\(path, weights\)"),
-        ((torch.nn.Embedding(4, 2),), {}, r"\(Embedding\): .*numpy.save"),
+        ((torch.nn.Embedding(4, 2),), {}, r"\(Embedding\): .*from_pretrained"),
+        (([[1.0]],), {}, r"\(list\): .*from_pretrained"),
         (("rows.npy", 32), {}, "32 after the table: .*dim="),
         (("rows.npy",), {"embedding_dim": 32}, "32 after the table: .*dim="),
     ],

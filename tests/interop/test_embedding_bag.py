@@ -285,6 +285,29 @@ def test_tables_that_are_rows_of_one_array(x, weights):
     )
 
 
+@pytest.mark.parametrize(
+    ("tables", "shown"),
+    [
+        ((1000, 32), "EmbeddingGroup(1000, 32): "),
+        ((), "EmbeddingGroup(): "),
+        (("x.npy",), "EmbeddingGroup('x.npy'): "),
+        (([torch.nn.EmbeddingBag(3, 4)],), "EmbeddingGroup([EmbeddingBag(3, 4, mode='mean')]): "),
+    ],
+)
+def test_group_of_what_torch_takes_is_answered_by_how_to_make_one(tables, shown):
+    for named in ({}, {"mode": "sum"}):
+        with pytest.raises(ArgumentError) as raised:
+            fw.torch.EmbeddingGroup(*tables, **named)
+
+        assert "EmbeddingGroup([EmbeddingBag(path, dim=dim), ...])" in str(raised.value)
+        assert shown.removesuffix("): ") in str(raised.value)
+
+
+def test_mode_of_a_file_given_to_a_bag_is_answered_by_how_to_open_it():
+    with pytest.raises(ArgumentError, match=r"from_pretrained\(path, freeze=False\)"):
+        fw.torch.EmbeddingBag("x.npy", mode="r+")
+
+
 def test_group_prefetches_what_it_will_read(open_as, tables):
     modules = open_as(fw.torch.EmbeddingBag, mode="sum", cache="64 KiB")
     group = fw.torch.EmbeddingGroup(modules)

@@ -241,6 +241,10 @@ CALLS = {
             "padding_idx": 0,
         },
     ),
+    "Embedding.from_pretrained": (
+        lambda s, **a: closing(fw.torch.Embedding.from_pretrained(**a)),
+        lambda s: {"embeddings": torch.ones(ROWS, DIM), "freeze": True, "padding_idx": None},
+    ),
     "EmbeddingBag": (
         lambda s, **a: closing(fw.torch.EmbeddingBag(**a)),
         lambda s: {

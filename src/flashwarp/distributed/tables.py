@@ -38,7 +38,7 @@ def create_table(
         As for `ShardedArray.create`.
     rows, dim, optimizer, init, scale, state, seed
         As for `flashwarp.torch.create_table`, whose weights the table has on any number of ranks.
-        With ``deal="hash"`` other rows have them, and `init` cannot be a callable.
+        With ``deal="hash"`` other rows have them, and `init` is a name.
 
     Raises
     ------
@@ -50,9 +50,10 @@ def create_table(
 
     def table() -> tuple[str, NewTable]:
         new = NewTable.of(rows, dim, optimizer, init, scale, state, seed)
-        if callable(init) and deal != "range":
-            raise ArgumentError('init is a callable, which draws ranges of rows: use deal="range"')
-        drawn = "by a callable" if callable(init) else f"as {init}, scale {scale}, seed {seed}"
+        by_name = isinstance(init, str)
+        if not by_name and deal != "range":
+            raise ArgumentError('init has weights for ranges of rows: use deal="range"')
+        drawn = f"as {init}, scale {scale}, seed {seed}" if by_name else "from given weights"
         return f", a table for {optimizer} drawn {drawn}, state {state}", new
 
     options: opening.Options = {"device": "cpu", "cache": "auto", "line": None}

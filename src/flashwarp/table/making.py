@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from flashwarp.table.record import Record, record_path
 from flashwarp.table.update import RULES, Rule
 
 Draw: TypeAlias = Callable[[int, int], npt.NDArray[np.float32]]
-Initial: TypeAlias = Literal["normal", "uniform", "zeros"] | Draw
+Initial: TypeAlias = Literal["normal", "uniform", "zeros"] | npt.NDArray[Any] | Draw
 
 # Rows that a thread draws and writes at a time take this many bytes.
 _BLOCK_BYTES = 16 << 20
@@ -70,10 +70,11 @@ def create_table(
         Rows of the table, and weights of a row.
     optimizer : {"rowwise_adagrad", "sgd", "adagrad", "adam", "adamw"}
         Whose state the rows hold: 1, 0, `dim` or 2 `dim` elements. Adam and AdamW have the same.
-    init : {"normal", "uniform", "zeros"} or callable
+    init : {"normal", "uniform", "zeros"}, array or callable
         How weights are drawn: normal with standard deviation `scale`, or uniform between -`scale`
-        and `scale`. A callable is called as ``init(first, rows)``, by several threads, and returns
-        an array of shape ``(rows, dim)``: the weights from row `first` on.
+        and `scale`. An array or a tensor has the weights. A callable is called as
+        ``init(first, rows)``, by several threads, and returns an array of shape ``(rows, dim)``:
+        the weights from row `first` on.
     scale : float
         See `init`.
     state : float
@@ -105,13 +106,13 @@ def create_table(
     """
     new = NewTable.of(rows, dim, optimizer, init, scale, state, seed)
     overwrite = flag("overwrite", overwrite)
-    layout = npy.empty_layout((rows, new.width), np.float32)
+    layout = npy.empty_layout((new.rows, new.width), np.float32)
     target = files.check_new(files.check_name(path), overwrite)
     with files.Draft(target, overwrite, lock=True) as draft:
         try:
             npy.write_empty(draft.descriptor, layout)
             draft.warn_of_room(layout.nbytes)
-            new.write(draft.descriptor, layout.offset, range(rows))
+            new.write(draft.descriptor, layout.offset, range(new.rows))
             os.fsync(draft.descriptor)
         except OSError as error:
             raise files.write_error(error, target) from error
@@ -119,7 +120,7 @@ def create_table(
         with contextlib.suppress(FileNotFoundError):
             Path(record_path(target)).unlink()
         draft.publish()
-    new.record(rows).write(target)
+    new.record(new.rows).write(target)
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class NewTable:
         rows, dim = integer("rows", rows, 1, SIZE_MAX), integer("dim", dim, 1, SIZE_MAX)
         width = -(-rule.width(dim) // _WORD_ELEMENTS) * _WORD_ELEMENTS
         scale, state = number("scale", scale, -_MAX, _MAX), number("state", state, -_MAX, _MAX)
-        draw = _weights(init, scale, integer("seed", seed, 0, SIZE_MAX), dim)
+        draw = _weights(init, scale, integer("seed", seed, 0, SIZE_MAX), (rows, dim))
         return cls(rule, rows, dim, width, draw, state)
 
     def record(self, rows: int) -> Record:
@@ -201,12 +202,16 @@ class NewTable:
         return block
 
 
-def _weights(init: Initial, scale: float, seed: int, dim: int) -> Draw | None:
+def _weights(init: Initial, scale: float, seed: int, shape: tuple[int, int]) -> Draw | None:
     """Return what draws the weights of some rows; None: zeros."""
+    if hasattr(init, "detach") or isinstance(init, np.ndarray):
+        return _weights_of(init, shape)
     if callable(init):
         return init
     if not isinstance(init, str) or init not in ("normal", "uniform", "zeros"):
-        raise ArgumentError(f"init={init!r}: use 'normal', 'uniform', 'zeros' or a callable")
+        raise ArgumentError(
+            f"init={init!r}: use 'normal', 'uniform', 'zeros', weights or a callable"
+        )
     if init == "zeros":
         return None
 
@@ -214,7 +219,25 @@ def _weights(init: Initial, scale: float, seed: int, dim: int) -> Draw | None:
         # A generator for each block, so that threads need no order.
         random = np.random.Generator(np.random.Philox(key=[seed, first]))
         if init == "normal":
-            return random.standard_normal((rows, dim), np.float32) * np.float32(scale)
-        return (random.random((rows, dim), np.float32) * 2 - 1) * np.float32(scale)
+            return random.standard_normal((rows, shape[1]), np.float32) * np.float32(scale)
+        return (random.random((rows, shape[1]), np.float32) * 2 - 1) * np.float32(scale)
 
+    return draw
+
+
+def _weights_of(given: Any, shape: tuple[int, int]) -> Draw:
+    """Return what takes the weights of some rows from an array, or a tensor of torch."""
+
+    def draw(first: int, rows: int) -> Any:
+        try:
+            if tuple(given.shape) != shape:
+                raise TypeError(f"it has shape {tuple(given.shape)}, and the table {shape}")
+            part = given[first : first + rows]
+            # numpy takes no tensor that needs a gradient, and none in bfloat16.
+            return part if isinstance(part, np.ndarray) else part.detach().cpu().float().numpy()
+        except (RuntimeError, TypeError) as error:
+            why = str(error).partition("\n")[0]
+            raise ArgumentError(f"init of type {type(given).__name__}: {why}") from error
+
+    draw(0, 1)
     return draw

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from flashwarp.array.array import Array
@@ -17,7 +19,7 @@ from flashwarp.storage import files
 from flashwarp.table.lookup import Pooling
 from flashwarp.table.record import Record
 
-TableLike: TypeAlias = Array | files.PathLike
+TableLike: TypeAlias = Array | files.PathLike | torch.Tensor | npt.NDArray[Any]
 
 # What torch's modules offer and ours do not: the values that change nothing, and why not others.
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -25,14 +27,13 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "norm_type": ((2.0,), "there is no max_norm"),
     "scale_grad_by_freq": ((False,), "divide the gradients in `pending` by your own counts"),
     "sparse": ((True,), "gradients are those of the rows that were looked up, never dense"),
-    "_weight": ((None,), "rows lie in a storage: store them with flashwarp.create"),
-    "_freeze": ((None,), 'open the array with mode="r", or call requires_grad_(False)'),
+    "_weight": ((None,), "from_pretrained takes weights"),
 }
 
 
 def check_table(module: str, table: object, sizes: Sequence[object]) -> TableLike:
     """Return the table; raises ArgumentError for what torch's modules take, sizes or weights."""
-    if isinstance(table, Array) or files.is_path(table):
+    if isinstance(table, Array | torch.Tensor | np.ndarray) or files.is_path(table):
         if sizes:
             raise ArgumentError(
                 f"{', '.join(map(brief, sizes))} after the table: its file says how many rows it "
@@ -40,16 +41,42 @@ def check_table(module: str, table: object, sizes: Sequence[object]) -> TableLik
             )
         return table
     numbers = [each for each in (table, *sizes) if each is not None]
-    if all(isinstance(each, int) for each in numbers):
-        given = [brief(each) for each in numbers]
-        rows, dim = (given + ["rows", "dim"][len(given) :])[:2]
-        make, more = f"flashwarp.torch.create_table(path, {rows}, {dim})", f", dim={dim}"
-    else:
-        given, make, more = [type(table).__name__], "numpy.save(path, weights)", ""
+    if not all(isinstance(each, int) for each in numbers):
+        raise ArgumentError(
+            f"{module}({type(table).__name__}): the rows of a table lie in a file, by its path, or "
+            f"in a flashwarp.Array; {module}.from_pretrained takes a tensor or a numpy array, too"
+        )
+    given = [brief(each) for each in numbers]
+    rows, dim = (given + ["rows", "dim"][len(given) :])[:2]
     raise ArgumentError(
         f"{module}({', '.join(given)}): the rows of a table lie in a file, by its path or as a "
-        f"flashwarp.Array. Make it once, by {make}, and then {module}(path{more})"
+        f"flashwarp.Array. Make it once, by flashwarp.torch.create_table(path, {rows}, {dim}), and "
+        f"then {module}(path, dim={dim})"
     )
+
+
+def in_host_memory(table: torch.Tensor) -> npt.NDArray[Any]:
+    """Return a tensor as numpy has it: as integers, if it has no such type."""
+    check_plain(table=table)
+    check_shape(tuple(table.shape))
+    if table.device.type != "cpu":
+        raise ArgumentError(
+            f"a table on {table.device}: torch's own module takes it; here rows lie in host "
+            "memory or a file, so give weights.cpu()"
+        )
+    held = table.detach().resolve_conj().resolve_neg().contiguous()
+    kind = getattr(np, str(held.dtype).removeprefix("torch."), f"u{held.itemsize}")
+    rows: npt.NDArray[Any] = held.view(torch.uint8).numpy().view(kind)
+    return rows
+
+
+def check_shape(shape: tuple[int, ...]) -> None:
+    """Raise ArgumentError unless it is a table's."""
+    if len(shape) != 2 or not shape[1]:
+        raise ArgumentError(
+            f"an array of shape {shape} is no table, which has two axes: rows, and the elements "
+            "of a row"
+        )
 
 
 def check_refused(name: str, value: object) -> None:

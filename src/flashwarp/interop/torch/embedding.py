@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Literal, Self, TypeAlias
 
+import numpy as np
 import torch
 
 from flashwarp import endings
@@ -24,10 +25,12 @@ from flashwarp.interop.torch.checks import (
     check_bags,
     check_dim_is_given,
     check_refused,
+    check_shape,
     check_stream,
     check_table,
     check_tensors,
     dim_of,
+    in_host_memory,
     padding_of,
     rows_of,
     stored_of,
@@ -37,6 +40,7 @@ from flashwarp.interop.torch.lookups import COMPUTED, NUMBERS, TensorLookup, loo
 from flashwarp.interop.torch.operators import check_plain, torch_device
 from flashwarp.interop.torch.scaling import ScalesLike, Scaling
 from flashwarp.storage import files, safetensors
+from flashwarp.storage.memory import Memory
 from flashwarp.table.lookup import Pooling, Scales, Table
 
 Mode: TypeAlias = Literal["sum", "mean", "max"]
@@ -74,6 +78,7 @@ class _TableModule(endings.Scoped, torch.nn.Module):  # type: ignore[misc]
         stored: torch.dtype | None = None,
         padding_idx: int | None = None,
         last_offset: bool = False,
+        _freeze: bool | None = None,
         **opening: Any,
     ) -> None:
         super().__init__()
@@ -81,20 +86,21 @@ class _TableModule(endings.Scoped, torch.nn.Module):  # type: ignore[misc]
             check_refused(name, opening.pop(name))
         named = [opening.pop(each) for each in _SIZES if each in opening]
         table = check_table(type(self).__name__, table, [*sizes, *named])
+        if isinstance(table, torch.Tensor):
+            stored = table.dtype if stored is None else stored
+            table = in_host_memory(table)
+        if _freeze is not None and files.is_path(table):
+            opening.setdefault("mode", "r" if flag("freeze", _freeze) else "r+")
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._opened: list[Array] = []
         scaling = Scaling(scale_block, stored_scales, global_scale, global_divisor)
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(self.close)
             self.array = array = self._array_of(table, opening)
-            if array.ndim != 2 or not array.shape[1]:
-                raise ArgumentError(
-                    f"an array of shape {array.shape} is no table, which has two axes: rows, and "
-                    "the elements of a row"
-                )
+            check_shape(array.shape)
             self.rows = rows_of(rows, array.shape[0])
             self.num_embeddings, width = len(self.rows), array.shape[1]
-            if stored is None and opening.get("tensor") is not None:
+            if stored is None and opening.get("tensor") is not None and files.is_path(table):
                 stored = _TYPES.get(safetensors.find(table, opening["tensor"]).dtype)
             self.stored = stored_of(array, stored)
             # For copies in other processes, and deep ones: what the array does not say.
@@ -121,6 +127,8 @@ class _TableModule(endings.Scoped, torch.nn.Module):  # type: ignore[misc]
             place = torch_device(array.device)
             self._anchor = torch.zeros((), requires_grad=True, device=place)
             self._trains = array.writable
+            if _freeze is not None:
+                self.requires_grad_(not flag("freeze", _freeze))
             unless_made.pop_all()
 
     def _array_of(self, table: TableLike, opening: dict[str, Any]) -> Array:
@@ -131,7 +139,13 @@ class _TableModule(endings.Scoped, torch.nn.Module):  # type: ignore[misc]
                 )
             table._turns.check_usable()
             return table
-        opened = open_array(table, **opening)
+        if isinstance(table, np.ndarray):
+            rows = np.ascontiguousarray(table)
+            check_shape(rows.shape)
+            held = Memory(rows, writable=False)
+            opened = open_array(held, dtype=rows.dtype, shape=rows.shape, **opening)
+        else:
+            opened = open_array(table, **opening)
         self._opened.append(opened)
         return opened
 
@@ -162,6 +176,44 @@ class _TableModule(endings.Scoped, torch.nn.Module):  # type: ignore[misc]
         self.scales = scales
         stored = NUMBERS[self.stored]
         return scaling.scales(scales, self.array, self.num_embeddings, self.embedding_dim, stored)
+
+    @classmethod
+    def from_pretrained(cls, embeddings: TableLike, freeze: bool = True, **options: Any) -> Self:
+        """Return a module over rows that exist, as torch's method of this name does.
+
+        Parameters
+        ----------
+        embeddings : torch.Tensor, numpy.ndarray, path-like or flashwarp.Array
+            The rows. A tensor or a numpy array lies in host memory, is shared as torch shares it,
+            and must not change. Its rows are read from there through the cache.
+        freeze : bool
+            False: backward leaves gradients for an optimizer, and a path is opened with mode "r+".
+            A tensor has no room for the state of optimizers, and stays as it is: ReadOnlyError.
+            ``create_table(path, *weights.shape, init=weights)`` makes a table that is trained.
+        **options
+            As for the module: `padding_idx`, `cache`, `device` and others.
+
+        Raises
+        ------
+        ArgumentError
+            Also for those of torch's options that tables in a storage do not have: `max_norm`,
+            `scale_grad_by_freq`, `sparse=False`.
+
+        Examples
+        --------
+        >>> import torch, flashwarp.torch
+        >>> weights = torch.arange(8.0).reshape(4, 2)
+        >>> with flashwarp.torch.Embedding.from_pretrained(weights, device="cpu") as table:
+        ...     table(torch.tensor([3])).tolist()
+        [[6.0, 7.0]]
+        """
+        if not flag("freeze", freeze) and isinstance(embeddings, torch.Tensor | np.ndarray):
+            raise ReadOnlyError(
+                "freeze=False: rows are trained in a file, which has room for the state of their "
+                "optimizer. Make it once, by flashwarp.torch.create_table(path, *weights.shape, "
+                f'init=weights), and then {cls.__name__}(path, dim=weights.shape[1], mode="r+")'
+            )
+        return cls(embeddings, _freeze=freeze, **options)
 
     # Training.
 
@@ -263,8 +315,9 @@ class Embedding(_TableModule):
 
     Parameters
     ----------
-    table : path-like or flashwarp.Array
+    table : path-like, flashwarp.Array, torch.Tensor or numpy.ndarray
         Of shape ``(rows, width)``. A path is opened with `flashwarp.open`, and closed by `close`.
+        Of a tensor or a numpy array see `from_pretrained`.
     scales : path-like, flashwarp.Array or torch.Tensor, optional
         Factors of the rows: one, one for each row, or one for each row and block of columns, of
         shape ``(rows, blocks)``. float32, float16, bfloat16, which an array has as uint16, or FP8
@@ -414,6 +467,11 @@ class EmbeddingBag(_TableModule):
         include_last_offset: bool = False,
         **options: Any,
     ) -> None:
+        if isinstance(mode, str) and mode in ("r", "r+"):
+            raise ArgumentError(
+                f"mode={mode!r}: of a bag, mode= says how its rows become one: 'mean', 'sum' or "
+                "'max'; from_pretrained(path, freeze=False) opens the table for training"
+            )
         choice("mode", mode, list(_POOLINGS))
         self._pooling = _POOLINGS[mode]
         last = flag("include_last_offset", include_last_offset)
