@@ -7,7 +7,6 @@
 #include <csetjmp>
 #include <csignal>
 #include <cstdint>
-#include <cstring>
 
 #include "flashwarp/base/copy.cuh"
 
@@ -73,13 +72,9 @@ bool mask_blocks_signal() {
 }
 
 void copy_once(char* target, const char* source, size_t nbytes) {
-  if constexpr (FW_TSAN != 0) {
-    // Frames may be read while they are filled; in that build only atomic accesses may race.
-    warp::copy<warp::source::kStream>(lanes::all(), reinterpret_cast<uint64_t>(target),
-                                      reinterpret_cast<uint64_t>(source), nbytes);
-  } else {
-    std::memcpy(target, source, nbytes);
-  }
+  // Frames may be read while they are filled; for ThreadSanitizer only atomic accesses may race.
+  warp::copy<warp::source::kStream>(lanes::all(), reinterpret_cast<uint64_t>(target),
+                                    reinterpret_cast<uint64_t>(source), nbytes);
 }
 
 // Makes a copy; `nbytes` is its size, which a compiler may know.

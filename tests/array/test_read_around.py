@@ -154,6 +154,25 @@ def test_prefetched_rows_come_from_the_frames(tmp_path: Path) -> None:
         assert x.stats.bypasses == 0
 
 
+@pytest.mark.parametrize("place", [0, 1, 8, 16, 24, 4080])
+@pytest.mark.parametrize("row_bytes", [2048, 4100, 5000, 20000])
+def test_rows_go_to_memory_at_any_place_of_its_page(
+    tmp_path: Path, row_bytes: int, place: int
+) -> None:
+    rows = saved(tmp_path, row_bytes, 1 << 18)
+    memory = np.zeros(rows.nbytes + 2 * 4096, np.uint8)
+    begin = -memory.ctypes.data % 4096 + place
+    out = memory[begin : begin + rows.nbytes].reshape(rows.shape)
+    with opened(tmp_path, rows, cache="1 MiB") as x:
+        for _ in ("around the cache, or by fills", "from frames"):
+            out[:] = 0
+            x.gather(np.arange(len(rows)), out=out)
+            np.testing.assert_array_equal(out, rows)
+            x.prefetch(np.arange(len(rows)))
+
+        assert memory[:begin].sum() == memory[begin + rows.nbytes :].sum() == 0
+
+
 @pytest.mark.parametrize("kind", [fw.storage.Striped, fw.storage.Replicated])
 def test_members_of_a_composite_are_read_around(tmp_path: Path, kind: Any) -> None:
     rows = np.random.default_rng(2).integers(0, 256, (256, LINE), np.uint8)
