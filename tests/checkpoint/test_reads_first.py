@@ -12,7 +12,7 @@ import pytest
 
 from checkpoint.faults import WAIT_S, Faults, FaultyDirectory, Opener
 from checkpoint.test_checkpointer import assert_restores, history, until
-from flashwarp.checkpoint import flushing, mover
+from flashwarp.checkpoint import flushing, mover, system
 from flashwarp.checkpoint.pieces import QUEUED_MAX
 
 VERSION_BYTES = 16 << 10  # of `history`
@@ -289,8 +289,9 @@ def test_removals_wait_for_reads_and_share_a_sync(
 
 
 def test_a_number_that_is_wanted_again_does_not_wait_for_reads(
-    opened: Opener, faults: Faults
+    opened: Opener, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(system, "_REMOVED_AFTER_S", 2 * WAIT_S)
     first = opened(0, 0)
     state = history(first, 1)
     first.close()
@@ -307,6 +308,6 @@ def test_a_number_that_is_wanted_again_does_not_wait_for_reads(
 
     began = time.monotonic()
     checkpointer.checkpoint(1)
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < WAIT_S
     faults.release()
     reading.join(WAIT_S)

@@ -148,7 +148,7 @@ def test_writer_does_not_wait_for_a_kernel(path: Path) -> None:
     counts = device.allocate(16)
     with fw.open(path, device=device, cache="64 KiB") as x:
         done = device.event()
-        program["watch"](x, ADDED, 3_000_000_000, counts)
+        program["watch"](x, 0, 3_000_000_000, counts)
         done.record()
 
         begin = time.monotonic()

@@ -359,8 +359,8 @@ def test_only_the_first_wait_for_a_late_engine_takes_its_time(
     with Opened(storage, timeout_s=0.2) as calls:
         began = time.monotonic()
         program["rounds"](calls, 30, to, seen, warps=1)
-        # Else 30 waits for batches, and 26 for slots.
-        assert time.monotonic() - began < 1.5
+        # Else 30 waits for batches, and 26 for slots: 11 s.
+        assert time.monotonic() - began < 5.5
         assert not seen.any()
 
         # Nobody has looked, but the engine has answered: each batch comes again.

@@ -82,6 +82,9 @@ FW_KERNEL copy(fw::array<const int, 2> from, fw::array<int, 2> to) {
   for (uint64_t i = fw::base::thread_index(); i < from.size(); i += step) to.store(i, from[i]);
 }
 """
+# What an owner's end is told in, on a machine that does other things too. Nothing else would end.
+BOUNDED_S = 20
+
 OWNER = "cache = fw.Cache('4 MiB', shared='rows', device='cpu')"
 CLIENT = "cache = fw.Cache(shared='rows')"
 
@@ -283,7 +286,7 @@ def test_killed_owner_is_an_error_in_bounded_time(path: Path, folder: Path, busy
         with pytest.raises(ProgramError, match=f"process {owner.pid}.*rows") as error:
             wait()
         assert error.value.name == "OwnerLostError"
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < BOUNDED_S
         # What was not flushed is lost with the owner, and closing says so.
         with pytest.raises(ProgramError, match="has gone") as error:
             client.run("x.close()")
@@ -309,7 +312,9 @@ USES = {
 def test_kills_at_drawn_times(path: Path, folder: Path, use: str) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     random = np.random.default_rng(seed)
-    prepare = f"program = fw.compile({KERNEL!r}, 'cpu')\n{CLIENT}\n{opens(path, 'r+')}\nx[:9]"
+    prepare = f"program = fw.compile({KERNEL!r}, 'cpu')\n{CLIENT}\n{opens(path, 'r+')}\n"
+    # The use too: its first call compiles, which takes as long as the machine is busy.
+    prepare += USES[use]
     work = f"while True: {USES[use]}"
     with Program(folder) as owner, Program(folder) as survivor:
         owner.run(OWNER)
@@ -331,7 +336,7 @@ def test_kills_at_drawn_times(path: Path, folder: Path, use: str) -> None:
         with pytest.raises(ProgramError) as error:
             survivor.finish()
         assert error.value.name == "OwnerLostError", f"seed {seed}"
-        assert time.monotonic() - begin < 5, f"seed {seed}"
+        assert time.monotonic() - begin < BOUNDED_S, f"seed {seed}"
 
 
 def test_stopped_owner_is_an_error_in_bounded_time(path: Path, folder: Path) -> None:
