@@ -28,6 +28,8 @@ from flashwarp.errors import ClosedError, CopyError, FlashwarpError, ForkError
 
 T = TypeVar("T")
 
+_SLEEP_S = 0.5
+
 
 def uninterrupted(act: Callable[[], T], lost: Callable[[T], object] | None = None) -> T:
     """Call a function in a thread in which no signal handler runs.
@@ -158,6 +160,17 @@ def wait(futures: Sequence[concurrent.futures.Future[Any]], timeout: float | Non
         except TimeoutError:
             return False
     return True
+
+
+def sleep(seconds: float) -> None:
+    """Sleep; a signal's handler runs within half a second.
+
+    A signal that comes just before the system's sleep begins does not end it: after Ctrl-C
+    `time.sleep` may go on to its end.
+    """
+    end = time.monotonic() + seconds
+    while (rest := end - time.monotonic()) > 0:
+        time.sleep(min(rest, _SLEEP_S))
 
 
 class Thread(threading.Thread):

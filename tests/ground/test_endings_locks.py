@@ -291,3 +291,20 @@ def test_what_an_interrupted_caller_does_not_get_is_ended(
     assert ended == ["made"]
     assert endings.uninterrupted(lambda: "kept", ended.append) == "kept"
     assert ended == ["made"]
+
+
+def test_no_sleep_outlasts_a_signal_that_came_just_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Such a signal does not end the system's sleep, so each of these is short.
+    now, slept = [100.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(endings.time, "sleep", sleep)
+    monkeypatch.setattr(endings.time, "monotonic", lambda: now[0])
+    endings.sleep(1.25)
+
+    assert slept == [0.5, 0.5, 0.25]

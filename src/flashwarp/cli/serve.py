@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 
 from flashwarp.cli.parser import Parser, amount
 
 _PORT_MAX = 65535
 _HERE = "127.0.0.1"
-_SLEEP_S = 3600.0
 
 
 def add_arguments(parser: Parser, _: Sequence[str]) -> None:
@@ -37,9 +37,8 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    import time
-
     from flashwarp.cache.cache import Cache
+    from flashwarp.endings import sleep
     from flashwarp.errors import SharedCacheError
     from flashwarp.observing import counters
     from flashwarp.probe import ceilings
@@ -65,7 +64,7 @@ def _run(options: argparse.Namespace) -> None:
         print(f"{cache!r} in {names.folder_path()}; Ctrl-C ends it{metrics}", flush=True)
         own = Process.own()
         while True:  # until a signal raises
-            time.sleep(options.every or _SLEEP_S)
+            sleep(options.every or math.inf)
             if options.every:
                 own.take(counters())
                 told = f"{cache._owner.clients if cache._owner else 0} clients\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -30,6 +29,7 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
+    from flashwarp.endings import sleep
     from flashwarp.probe.running import Processes, table
 
     live = not options.once and not options.json and sys.stdout.isatty()
@@ -41,7 +41,7 @@ def _run(options: argparse.Namespace) -> None:
             return
         processes.look()
         while True:
-            time.sleep(options.interval)
+            sleep(options.interval)
             seen = processes.told()
             if options.json is not None:
                 write_json(options.json, seen)
