@@ -2,11 +2,15 @@
 
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <poll.h>
+
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <optional>
@@ -384,7 +388,14 @@ bool RowCalls::failed() const {
   for (const FailureMark* each : marks_) {
     if (each->unread() || each->may_be_full()) return true;
   }
-  return false;
+  return owner_has_gone();
+}
+
+bool RowCalls::owner_has_gone() const {
+  std::array<pollfd, 2> looks;
+  const size_t count = std::min(signs.size(), looks.size());
+  for (size_t i = 0; i < count; ++i) looks[i] = {signs[i].first, signs[i].second, 0};
+  return count != 0 && poll(looks.data(), count, 0) != 0;
 }
 
 void RowCalls::wake() const {
@@ -612,6 +623,7 @@ void bind_row_calls(nanobind::module_& m) {
            nb::arg("length"), nb::arg("dtype").none(), nb::arg("dtype_name").none(),
            nb::arg("launcher"), nb::arg("streams"), nb::keep_alive<1, 2>())
       .def_rw("changes", &RowCalls::changes)
+      .def_rw("signs", &RowCalls::signs)
       .def("follow", &RowCalls::follow, nb::arg("in_flight"), nb::arg("lost"))
       .def("shut", &RowCalls::shut)
       .def("gather", &RowCalls::gather, nb::arg("idx").none(), nb::arg("out").none(),

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/fork_guard.h"
@@ -139,6 +140,9 @@ class RowCalls {
   // The changes of its storage, as its service counts them, that the array knows. -1: the array was
   // handed over, and all calls are refused.
   int64_t changes = 0;
+  // Of a client of a shared cache: descriptors, each with events for poll(2), that show that the
+  // owner has gone. What a call has read is good only if they show nothing at its end.
+  std::vector<std::pair<int, short>> signs;
 
   // Returns the rows; None if it goes the ordinary way, and then does nothing. Without a stream it
   // waits for a moment; if the launch has not ended then, or has failed, it calls `end`.
@@ -183,6 +187,7 @@ class RowCalls {
   bool quiet();
   bool unchanged() const;
   bool failed() const;
+  bool owner_has_gone() const;
   void wake() const;
   bool look_at_indices(nb::handle idx, Operands& operands);
   bool look(nb::handle idx, nb::handle out, nb::handle stream, Operands& operands);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -343,15 +344,17 @@ def test_stopped_owner_is_an_error_in_bounded_time(path: Path, folder: Path) -> 
     with Program(folder) as owner, Program(folder, FLASHWARP_TIMEOUT_S="0.4") as client:
         owner.run(OWNER)
         client.run(CLIENT)
-        client.run(opens(path))
+        client.run(f"{opens(path)}; x[400]")
         owner.signal(signal.SIGSTOP)
 
         with pytest.raises(ProgramError, match=r"has not answered for 0.5 s") as error:
             client.run("x[0]")
         assert error.value.name == "OwnerLostError"
         owner.signal(signal.SIGCONT)
-        with pytest.raises(ProgramError, match="has not answered"):  # a late answer is no answer
-            client.run("x[0]")
+        # A late answer is no answer, and a hit is none of an owner that was given up.
+        for row in (0, 400):
+            with pytest.raises(ProgramError, match="has not answered"):
+                client.run(f"x[{row}]")
         client.run(f"{CLIENT}\n{opens(path)}\nassert x[0, 1] == 1")
 
 
@@ -629,6 +632,26 @@ def test_threads_of_a_client_look_at_the_owner_at_once(client: fw.Cache, path: P
 
         for each in [threads.submit(look) for _ in range(4)]:
             each.result()
+
+
+def test_small_calls_of_a_client_run_little_python(client: fw.Cache, path: Path) -> None:
+    called: list[str] = []
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    index = np.array([3, 1])
+    with fw.open(path, cache=client) as x:
+        x[1, 2], x.gather(index)
+        sys.setprofile(note)
+        try:
+            x[1, 2], x.gather(index)
+        finally:
+            sys.setprofile(None)
+
+    assert "check" not in called
+    assert len(called) <= 20, called
 
 
 def test_pipeline_of_a_client(client: fw.Cache, path: Path) -> None:

@@ -245,6 +245,7 @@ class ClientAttachment(Attachment):
             raise
         service = self.launcher.service
         assert isinstance(service, _OwnerService)
+        self.row_calls.signs = asking.client.connection.signs
         asking.client.enter(self, service.queues.failed_words)
 
     def _make_failures(self, service: Service, format: RowFormat) -> Failures:  # noqa: A002

@@ -148,8 +148,7 @@ class Launcher:
         return _native.RowCalls(
             self._launching,
             row_shape=list(rows.row_shape),
-            # None of a client goes the short way: each looks at its end whether the owner lives.
-            row_bytes=rows.row_bytes if rows.shape and self.volume.cache.owned else 0,
+            row_bytes=rows.row_bytes if rows.shape else 0,
             length=rows.row_count,
             dtype=rows.dtype,
             dtype_name=rows.dtype.name if rows.dtype.isnative else None,

@@ -39,6 +39,8 @@ class Connection:
         What the owner has said of the cache; its descriptors are the caller's to take.
     owner_pid : int
         The owner's process; 0 if this one cannot see it.
+    signs : list of tuple of int
+        Descriptors, and events of each, that show that the owner has gone, or is taken for gone.
     """
 
     def __init__(self, name: str, client: socket.socket) -> None:
@@ -51,8 +53,7 @@ class Connection:
         self._closed = False
         self._pid = os.getpid()
         self._process = -1
-        # What says that the owner has gone.
-        self._signs = [(client.fileno(), 0)]  # of a hang-up alone
+        self.signs = [(client.fileno(), 0)]  # of a hang-up alone
         self._end = -1  # a pipe whose other end ends the thread that watches
         self._watched: list[int] = []
 
@@ -91,7 +92,7 @@ class Connection:
         if self.owner_pid:
             with contextlib.suppress(OSError):  # dead already: its socket says so, too
                 self._process = os.pidfd_open(self.owner_pid)
-                self._signs.append((self._process, select.POLLIN))
+                self.signs.append((self._process, select.POLLIN))
         message = self._exchange(messages.hello(), b"")
         try:
             if "error" in message.body and "cache" not in message.body:
@@ -137,7 +138,7 @@ class Connection:
             except OSError as error:
                 self._hang_up(f" ({error})")
             except BaseException:  # such as an interrupt, with an answer on its way
-                self._lost = "was left in the middle of a request"
+                self._take_for_gone("was left in the middle of a request")
                 raise
         if message is None:
             self._hang_up()
@@ -155,7 +156,7 @@ class Connection:
         if self._closed:
             raise OwnerLostError(f"the shared cache {self.name!r} is closed")
         look = select.poll()  # of this thread: two cannot use one at a time
-        for descriptor, events in self._signs:
+        for descriptor, events in self.signs:
             look.register(descriptor, events)
         if look.poll(0):
             self._hang_up()
@@ -172,14 +173,20 @@ class Connection:
 
     def give_up(self) -> None:
         """Take the owner for gone, because it has not answered a kernel in time."""
-        self._lost = self._lost or f"has not answered for {limit_s():g} s"
+        self._take_for_gone(f"has not answered for {limit_s():g} s")
+
+    def _take_for_gone(self, how: str) -> None:
+        self._lost = self._lost or how
+        # Shows in the signs, which is all that short calls look at.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _hang_up(self, why: str = "") -> NoReturn:
         self._hung_up = True
         self._lose(f"has gone{why}")
 
     def _lose(self, how: str) -> NoReturn:
-        self._lost = how
+        self._take_for_gone(how)
         who = f" (process {self.owner_pid})" if self.owner_pid else ""
         raise OwnerLostError(
             f"the owner{who} of the shared cache {self.name!r} {how}: what was flushed is in the "
