@@ -285,3 +285,111 @@ def test_prefetches_on_another_stream_share_the_list(tmp_path, device, blocks):
             assert torch.equal(out, rows[index[k]])
         torch.cuda.synchronize()
         x.check()
+
+
+def whole_numbers(path, rows, width):
+    """A table whose sums are exact, as file and as array."""
+    content = np.random.default_rng(11).integers(-8, 8, (rows, width)).astype(np.float32)
+    np.save(path, content)
+    return content
+
+
+@pytest.mark.parametrize("way", ["in place", "bounce", "o_direct"])
+@pytest.mark.parametrize("width", [16, 100, 1030])
+def test_bags_and_converted_rows_are_looked_up(tmp_path, device, blocks, width, way):
+    """Every item counts once, whoever serves it; rows lie in one line, in two, or in several."""
+    torch = pytest.importorskip("torch")
+    import flashwarp.torch
+
+    content = whole_numbers(tmp_path / "t.npy", ROWS, width)
+    options = {
+        "in place": {},
+        "bounce": {"controller": fw.nvme.SoftwareController(route="bounce")},
+        "o_direct": {"o_direct": True},
+    }[way]
+    rng = np.random.default_rng(12)
+    chosen = rng.integers(0, ROWS, (3000, 17))
+    ids = torch.from_numpy(chosen).cuda()
+
+    with fw.open(tmp_path / "t.npy", device=device, cache="1 MiB", **options) as x:
+        bags = flashwarp.torch.EmbeddingBag(x, mode="sum")
+        rows = flashwarp.torch.Embedding(x, dtype=torch.float16)
+        for _ in range(2):
+            x.drop_cache()
+            assert (bags(ids).cpu().numpy() == content[chosen].sum(1)).all()
+            x.drop_cache()
+            assert (rows(ids[:, 0]).cpu().numpy() == content[chosen[:, 0]]).all()
+        x.wait()
+        asked = 2 * (chosen.size + len(chosen)) * content[0].nbytes
+        assert x.stats.bytes_used == asked, "each row counts once"
+
+
+def test_ids_out_of_bounds_of_deferred_bags_are_noted_once(tmp_path, device, blocks):
+    torch = pytest.importorskip("torch")
+    import flashwarp.torch
+
+    content = whole_numbers(tmp_path / "t.npy", ROWS, 256)
+    chosen = np.random.default_rng(13).integers(0, ROWS, (6000, 40))
+    expected = content[chosen].sum(1)
+    strays = [(3, 0), (3, 39), (4000, 20), (5999, 33)]
+    for bag, place in strays:
+        expected[bag] -= content[chosen[bag, place]]
+        chosen[bag, place] = ROWS + place
+    controller = fw.nvme.SoftwareController(route="bounce")
+
+    with fw.open(tmp_path / "t.npy", device=device, cache="1 MiB", controller=controller) as x:
+        bags = flashwarp.torch.EmbeddingBag(x, mode="sum")
+        found = bags(torch.from_numpy(chosen).cuda())
+        with pytest.raises(errors.BoundsError, match="the first of 4 such"):
+            x.wait()
+        assert (found.cpu().numpy() == expected).all()
+
+
+@pytest.mark.parametrize("width", [16, 1030])
+def test_steps_update_each_row_once(tmp_path, device, blocks, width):
+    torch = pytest.importorskip("torch")
+    import flashwarp.torch
+
+    content = whole_numbers(tmp_path / "t.npy", ROWS, width)
+    rng = np.random.default_rng(14)
+    with fw.open(
+        tmp_path / "t.npy", "r+", device=device, cache="1 MiB",
+        controller=fw.nvme.SoftwareController(route="bounce"),
+    ) as x:  # fmt: skip
+        table = flashwarp.torch.Embedding(x)
+        optimizer = flashwarp.torch.SGD(table, lr=1.0)
+        for _ in range(3):
+            chosen = rng.integers(0, ROWS, 12_000)
+            chosen[::3] = 7  # one that fills many chunks
+            x.drop_cache()
+            optimizer.zero_grad()
+            table(torch.from_numpy(chosen).cuda()).sum().backward()
+            optimizer.step()
+            np.subtract.at(content, chosen, 1.0)
+        x.flush()
+        assert (np.load(tmp_path / "t.npy") == content).all()
+
+
+def test_replays_of_lookups_defer_their_misses(tmp_path, device, blocks):
+    torch = pytest.importorskip("torch")
+    import flashwarp.torch
+
+    content = whole_numbers(tmp_path / "t.npy", ROWS, 256)
+    controller = fw.nvme.SoftwareController(route="bounce")
+    ids = torch.zeros(6000, 5, dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+
+    with fw.open(tmp_path / "t.npy", device=device, cache="1 MiB", controller=controller) as x:
+        bags = flashwarp.torch.EmbeddingBag(x, mode="sum")
+        bags(ids)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = bags(ids)
+        for seed in range(4):
+            chosen = np.random.default_rng(seed).integers(0, ROWS, ids.shape)
+            ids.copy_(torch.from_numpy(chosen))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert (out.cpu().numpy() == content[chosen].sum(1)).all()
+            x.check()
+        graph.reset()

@@ -3,6 +3,7 @@
 
 #include "flashwarp/array.cuh"
 #include "flashwarp/base/number.cuh"
+#include "flashwarp/cache/miss_list.cuh"
 
 namespace fw::kernels {
 
@@ -68,8 +69,9 @@ struct lookup_params {
   base::number weight_number;
   base::number out_number;
   kernels::pooling pooling;
+  cache::list_use misses;  // where the launch lists the items of warps that miss
 };
-static_assert(sizeof(lookup_params) == 344);
+static_assert(sizeof(lookup_params) == 368);
 
 // Words of a row that one lane takes. On the CPU a lane is a whole group.
 inline constexpr uint32_t kLaneWords = 32 / warp::kWarpWidth;
@@ -96,10 +98,10 @@ FW_DEVICE_NOINLINE void note_offset(cache::volume& v, uint64_t offset) {
   cache::note_failure(v.indices, v.errors->indices, offset, cache::kOffsets, 0);
 }
 
-// The `item`-th run of a table.
+// The `item`-th run of a table. `notes` says whether to note offsets that no bag can have.
 template <bool kPools>
 FW_DEVICE lookup_run run_at(const lookup_params& p, const lookup_table& t, uint64_t table,
-                            uint64_t item) {
+                            uint64_t item, bool notes) {
   const uint32_t whole = t.lanes * kLaneWords * t.word_bytes;
   const uint32_t bytes = t.words * t.word_bytes;
   const uint32_t tiles = (bytes + whole - 1) / whole;
@@ -121,7 +123,7 @@ FW_DEVICE lookup_run run_at(const lookup_params& p, const lookup_table& t, uint6
     // Ids before the first bag would be in none.
     const bool late = bag == 0 && r.begin != 0;
     if (late || r.begin > r.end || r.end > p.id_count) {
-      if (tile_begin == 0 && (warp::lane() & (t.lanes - 1)) == 0)
+      if (notes && tile_begin == 0 && (warp::lane() & (t.lanes - 1)) == 0)
         note_offset(*t.volume, late || r.begin > p.id_count ? r.begin : r.end);
       r.begin = r.end = 0;
     }

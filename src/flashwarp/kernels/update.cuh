@@ -195,10 +195,11 @@ struct update_in_frame {
   }
 };
 
-// Copies a row between its lines and the warp's own memory. Returns false if a line failed.
-template <bool kToFrames>
+// Copies a row between its lines and the warp's own memory. Returns false if a line failed or was
+// deferred.
+template <bool kToFrames, typename Misses>
 FW_DEVICE bool move_row(const row_params& p, uint64_t line_begin, uint64_t row, uint64_t buffer,
-                        cache::tally& tally) {
+                        const Misses& misses, cache::tally& tally) {
   const lanes here = lanes::all();
   bool good = true;
   for (uint64_t part = 0; part < p.segments; part += warp::kWarpWidth) {
@@ -209,7 +210,7 @@ FW_DEVICE bool move_row(const row_params& p, uint64_t line_begin, uint64_t row, 
         kToFrames && wants && piece.bytes == cache::bytes_of_line(*p.cache, *p.volume, piece.line);
     copy_segments<kToFrames> op = {piece};
     const uint32_t status = cache::access<policy>({p.geometry, *p.cache, *p.volume, here},
-                                                  {piece.line, wants, whole}, op, tally);
+                                                  {piece.line, wants, whole}, op, tally, misses);
     good = good && (!wants || status == nvme::kSuccess);
   }
   // What the lanes have stored in the warp's memory comes before what other lanes load there.
@@ -218,24 +219,67 @@ FW_DEVICE bool move_row(const row_params& p, uint64_t line_begin, uint64_t row, 
 }
 
 // Updates a row that lies in several lines, by a copy: no lane holds all of its frames. No other
-// warp stores to this row meanwhile.
-FW_DEVICE_NOINLINE void update_copy(const update_params& p, uint64_t line_begin, uint64_t row,
-                                    uint64_t first, cache::tally& tally) {
+// warp stores to this row meanwhile. Returns false if the row was deferred, before anything was
+// stored.
+FW_DEVICE_NOINLINE bool update_copy(const update_params& p, uint64_t line_begin, uint64_t row,
+                                    uint64_t first, bool may_defer, bool& entered,
+                                    cache::tally& tally) {
   const uint64_t copy = reinterpret_cast<uint64_t>(p.rows.rows) + warp::index() * p.rows.row_bytes;
-  if (!move_row<false>(p.rows, line_begin, row, copy, tally)) return;
+  bool deferred = false;
+  const uint64_t item = may_defer ? first : cache::whole_deferral::kNone;
+  const cache::whole_deferral misses = {p.rows.misses, entered, deferred, item};
+  if (!move_row<false>(p.rows, line_begin, row, copy, misses, tally)) return !deferred;
   update_row(p, copy, first);
   lanes::all().sync();
-  move_row<true>(p.rows, line_begin, row, copy, tally);
+  move_row<true>(p.rows, line_begin, row, copy, cache::fetch_misses(), tally);
+  return true;
+}
+
+// Updates one row for each lane that `wants`, by the sum at the `first` place of its id. `misses`
+// may defer rows of one line, and `entered` others.
+template <typename Misses>
+FW_DEVICE void serve_updates(const update_params& p, uint64_t row, uint64_t first, bool wants,
+                             const Misses& misses, bool& entered, cache::tally& tally) {
+  const row_params& r = p.rows;
+  const lanes here = lanes::all();
+  const uint64_t line_begin = r.volume->line_begin;
+  const uint32_t shift = r.geometry.line_shift;
+  const uint64_t at = row * r.row_bytes;
+  const uint64_t line = at >> shift;
+  const bool alone = wants && (at + r.row_bytes - 1) >> shift == line;
+  update_in_frame op = {&p, at - (line << shift), first};
+  const uint32_t status = cache::access<policy>({r.geometry, *r.cache, *r.volume, here},
+                                                {line_begin + line, alone}, op, tally, misses);
+  bool served = alone && status != cache::kDeferred;
+  for (const uint32_t member : here.ballot(wants && !alone)) {
+    const bool done = update_copy(p, line_begin, here.broadcast(row, member),
+                                  here.broadcast(first, member), misses.allowed(), entered, tally);
+    if (warp::lane() == member) served = done;
+  }
+  if (served) tally.bytes_used += r.row_bytes;
+}
+
+// Updates the deferred rows. Their sums are made, and their ids are rows.
+FW_DEVICE_NOINLINE void drain_updates(const update_params& p, bool entered) {
+  const row_params& r = p.rows;
+  const int64_t* ids = static_cast<const int64_t*>(r.indices);
+  cache::tally tally;
+  const uint32_t multiprocessors = (r.misses.blocks + 1) / 2;
+  cache::end_deferring(r.misses, *r.volume, multiprocessors, entered,
+                       [&](uint32_t item, bool active) {
+                         const uint64_t row = active ? uint64_t(ids[item]) : 0;
+                         serve_updates(p, row, item, active, cache::fetch_misses(), entered, tally);
+                       });
+  add_events(*r.volume, lanes::all(), tally, {});
 }
 
 FW_DEVICE void update_rows(const update_params& p) {
   const row_params& r = p.rows;
   const lanes here = lanes::all();
   const int64_t* ids = static_cast<const int64_t*>(r.indices);
-  const uint64_t line_begin = r.volume->line_begin;
-  const uint32_t shift = r.geometry.line_shift;
   const bool in_bundle = warp::lane() < bundle_of(r);
   const warp::share mine = warp::share_of(r.index_count, bundle_of(r));
+  bool entered = false;
   cache::tally tally;
   for (uint64_t begin = mine.begin; begin < mine.end; begin += mine.stride) {
     const uint64_t first = begin + warp::lane();
@@ -251,18 +295,12 @@ FW_DEVICE void update_rows(const update_params& p) {
     for (const uint32_t member : here.ballot(folds)) {
       add_chunks(p, here.broadcast(first, member));
     }
-    const uint64_t at = row * r.row_bytes;
-    const uint64_t line = at >> shift;
-    const bool alone = wants && (at + r.row_bytes - 1) >> shift == line;
-    update_in_frame op = {&p, at - (line << shift), first};
-    cache::access<policy>({r.geometry, *r.cache, *r.volume, here}, {line_begin + line, alone}, op,
-                          tally);
-    for (const uint32_t member : here.ballot(wants && !alone)) {
-      update_copy(p, line_begin, here.broadcast(row, member), here.broadcast(first, member), tally);
-    }
-    if (wants) tally.bytes_used += r.row_bytes;
+    const cache::deferral misses = {r.misses, entered, first};
+    serve_updates(p, row, first, wants, misses, entered, tally);
   }
   add_events(*r.volume, here, tally, {});
+  // By all warps of the block, those without rows too.
+  if (r.misses.blocks != 0) base::opaque (&drain_updates)(p, entered);
 }
 
 }  // namespace fw::kernels

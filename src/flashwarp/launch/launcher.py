@@ -28,6 +28,7 @@ from flashwarp.launch.rows import (
     NOT_DEFERRED,
     ArrayStruct,
     Counting,
+    Deferred,
     MaintenanceParams,
     RowFormat,
     RowPacking,
@@ -341,11 +342,17 @@ class Launcher:
         """Launch the update of rows by gradients: `SumParams`, and `UpdateParams` behind `rows`."""
         row, bundle = self.format.row_bytes, self._bundle_of(count)
         which = (ids, count, 8, buffer, row)
-        params = self._packing.pack(which, bundle, look_ahead=self.look_ahead()) + tail
-        self._start("sum_gradients", sums, self._warps(count, bundle), stream)
         useful = min(warps, self._warps(count, bundle))
+        deferred = self.deferred(count, useful, bundle)
+        packed = self._packing.pack(which, bundle, look_ahead=self.look_ahead(), deferred=deferred)
+        params = packed + tail
+        self._start("sum_gradients", sums, self._warps(count, bundle), stream)
         start = functools.partial(self._start, "update_rows", params, useful, stream)
         in_order([(self, True)], stream, start)
+
+    def deferred(self, rows: int, warps: int, bundle: int) -> Deferred:
+        """Return how a launch on so many rows by so many warps defers its misses now."""
+        return self._deferral.of(rows * self.lines_per_row, warps, bundle, self._deferral.blocks)
 
     @property
     def lines_per_row(self) -> int:

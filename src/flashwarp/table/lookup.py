@@ -22,6 +22,7 @@ from flashwarp.device import DeviceMemory, PreparedLaunch
 from flashwarp.errors import ArgumentError, ClosedError
 from flashwarp.launch.operands import Index
 from flashwarp.launch.order import in_order
+from flashwarp.launch.rows import Deferred
 from flashwarp.table.structs import LookupParams, LookupTableStruct, TableScalesStruct
 
 # Lanes of a warp on a GPU, and bytes that a lane loads at a time.
@@ -37,7 +38,7 @@ _BYTES_WORTH_A_THREAD = 64 << 10
 # A GPU that has this many times the warps that fill it is better given longer runs.
 _WARPS_WANTED = 2
 
-_CALL = struct.Struct("=12Q6I")
+_CALL = struct.Struct("=12Q6I2Q2I")
 assert LookupParams.ids.offset + _CALL.size == ctypes.sizeof(LookupParams)
 
 _NO_PADDING = (1 << 64) - 1
@@ -432,7 +433,13 @@ class Lookup:
             *(ids.count, bags.count, bags.ids_each, bags.offset_count, self.dim, run),
             *(warp_items, ahead),
             *(len(self.tables), ids.nbytes, bags.offset_bytes, factors[1], out_number, pooling),
+            *self._deferred(ids.count, warp_items * len(self.tables)),
         )
+
+    def _deferred(self, count: int, warps: int) -> Deferred:
+        """Return how a launch defers its misses, by the list of one of the arrays."""
+        made = (array._attachment.launcher.deferred(count, warps, 1) for array in self._arrays)
+        return max(made, key=lambda deferred: deferred[2])
 
     def _ids_ahead(self) -> int:
         """Choose how many ids a thread of the CPU device looks ahead; 0 if storage is fast."""

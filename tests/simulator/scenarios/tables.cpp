@@ -1,7 +1,7 @@
 // Tables: warps update rows by gradients while others look rows up and evict their lines.
 #include "flashwarp/kernels/table.cuh"
 #include "flashwarp/kernels/update.cuh"
-#include "simulator/elements.h"
+#include "simulator/miss_list.h"
 
 using namespace fw::simulator;
 namespace kernels = fw::kernels;
@@ -85,7 +85,7 @@ class TableOfFloats {
   }
 
   // By every thread of the step, which are `count`.
-  void update(uint32_t index, uint32_t count) {
+  void update(uint32_t index, uint32_t count, const fw::cache::list_use& misses = {}) {
     become(index, count);
     kernels::update_params p = {};
     p.rows.geometry = array_.geometry;
@@ -98,6 +98,7 @@ class TableOfFloats {
     p.rows.row_count = rows_;
     p.rows.index_bytes = 8;
     p.rows.bundle = bundle_;
+    p.rows.misses = misses;
     p.rows.segments = straddles() ? 2 : 1;
     p.sums = sums_.data();
     p.padding = ~uint64_t(0);
@@ -108,18 +109,25 @@ class TableOfFloats {
     fw_update_rows(p);
   }
 
-  // Looks rows up by one warp. Each weight is that before the step or behind it.
+  // Looks rows up by one warp.
   void look_up(Thread& t, std::vector<int64_t>& ids, std::vector<float>& found) {
-    if (t.lane == 0) {
-      ids.resize(2 * kWidth);
-      for (int64_t& id : ids) id = t.random.below(rows_);
-      found.assign(ids.size() * width_, -1.0f);
-    }
+    if (t.lane == 0) draw(ids, found, 2 * kWidth, t.random);
     become(t.lane, kWidth);
     fw::warp::sync(fw::warp::kFullMask);
     fw_look_up_rows(lookup_of(ids, found));
     fw::warp::sync(fw::warp::kFullMask);
-    if (t.lane != 0) return;
+    if (t.lane == 0) check(ids, found);
+  }
+
+  // Draws ids of rows.
+  void draw(std::vector<int64_t>& ids, std::vector<float>& found, size_t count, Random& random) {
+    ids.resize(count);
+    for (int64_t& id : ids) id = random.below(rows_);
+    found.assign(ids.size() * width_, -1.0f);
+  }
+
+  // Each weight that a lookup has found is that before the step or behind it.
+  void check(const std::vector<int64_t>& ids, const std::vector<float>& found) const {
     for (size_t k = 0; k < found.size(); ++k) {
       const size_t place = size_t(ids[k / width_]) * row_floats_ + k % width_;
       if (found[k] != before_[place] && found[k] != now_[place]) {
@@ -131,11 +139,31 @@ class TableOfFloats {
     }
   }
 
- private:
-  bool keeps_state() const { return row_floats_ != width_; }
-  uint32_t row_bytes() const { return row_floats_ * 4; }
-  bool straddles() const { return kLineBytes % row_bytes() != 0; }
-  float* stored(uint32_t k) const { return reinterpret_cast<float*>(machine_.stored(0, k * 4)); }
+  // Pools bags of `each` ids to their sums.
+  kernels::lookup_params bags_of(std::vector<int64_t>& ids, uint32_t each,
+                                 std::vector<float>& sums) const {
+    kernels::lookup_params p = lookup_of(ids, sums);
+    p.bags = ids.size() / each;
+    p.bag_ids = each;
+    p.pooling = kernels::pooling::kSum;
+    const uint32_t tiles = parts(p.table.words, p.table.lanes * kernels::kLaneWords);
+    p.warp_items = parts(uint32_t(p.bags) * tiles * p.table.lanes, kWidth);
+    return p;
+  }
+  // Each sum is that of the rows of a bag, which no step changes meanwhile.
+  void check_bags(const std::vector<int64_t>& ids, uint32_t each,
+                  const std::vector<float>& sums) const {
+    for (size_t k = 0; k < ids.size() / each * width_; ++k) {
+      float expected = 0;
+      for (size_t i = 0; i < each; ++i) {
+        expected += now_[size_t(ids[k / width_ * each + i]) * row_floats_ + k % width_];
+      }
+      if (sums[k] != expected) {
+        scheduler.fail("a bag yields " + std::to_string(sums[k]) + ", not " +
+                       std::to_string(expected));
+      }
+    }
+  }
 
   kernels::lookup_params lookup_of(std::vector<int64_t>& ids, std::vector<float>& found) const {
     kernels::lookup_params p = {};
@@ -166,6 +194,12 @@ class TableOfFloats {
     p.pooling = kernels::pooling::kNone;
     return p;
   }
+
+ private:
+  bool keeps_state() const { return row_floats_ != width_; }
+  uint32_t row_bytes() const { return row_floats_ * 4; }
+  bool straddles() const { return kLineBytes % row_bytes() != 0; }
+  float* stored(uint32_t k) const { return reinterpret_cast<float*>(machine_.stored(0, k * 4)); }
 
   Machine& machine_;
   const fw::array<float> array_;
@@ -232,6 +266,55 @@ FW_SCENARIO(lookups, "warps look rows up while these are updated, evicted and wr
         for (uint32_t n = 0; n < 6; ++n) others.load(others.pick(t.random));
       }
     });
+    others.check();
+    machine.settle();
+  }
+}
+
+FW_SCENARIO(deferral_tables,
+            "lookups and updates leave rows that miss to some warps, by one list") {
+  Shape shape = shape_of_tables(run.random);
+  shape.plain = false;
+  shape.warps = kWidth == 32 ? 4 : 5;
+  Machine machine(run, shape);
+  TableOfFloats table(machine, run.random.pick(kWidths), run.random.chance(50));
+  Elements<> others(machine, 1);
+  MissList misses(machine, (kWidth == 1 ? 3 : kWidth == 4 ? 5 : 8) + run.random.below(3));
+  std::vector<int64_t> ids;
+  std::vector<float> found;
+  for (uint32_t round = 0; round < 2; ++round) {
+    table.begin_step(1 + run.random.below(40), run.random);
+    const uint32_t updating = 2 * kWidth;
+    const auto step = misses.next_launch(1, 1 + run.random.below(kWidth));
+    // Lookups see the step half done; bags are of rows that nobody changes.
+    const bool pools = run.random.chance(50);
+    const uint32_t each = 1 + run.random.below(5);
+    const uint32_t looking = (shape.warps - 3) * kWidth + (pools ? updating : 0);
+    table.draw(ids, found, pools ? each * (1 + run.random.below(12)) : 2 * kWidth, run.random);
+    kernels::lookup_params p =
+        pools ? table.bags_of(ids, each, found) : table.lookup_of(ids, found);
+    p.misses = misses.next_launch(1, 1);
+    const bool prefetches = run.random.chance(30);
+    kernels::lookup_params ahead = p;
+    ahead.misses = misses.next_launch(1, 1);
+    ahead.warp_items = parts(uint32_t(ids.size()), kWidth);
+    const auto look_up = [&](uint32_t index, uint32_t count) {
+      become(index, count);
+      if (prefetches) fw_prefetch_ids(ahead);
+      pools ? fw_look_up_bags(p) : fw_look_up_rows(p);
+    };
+    if (pools) {
+      machine.launch([&](Thread& t) {
+        if (t.index < updating) table.update(t.index, updating, step);
+      });
+    }
+    machine.launch([&](Thread& t) {
+      if (!pools && t.index < updating) return table.update(t.index, updating, step);
+      const uint32_t index = t.index - (pools ? 0 : updating);
+      if (index < looking) return look_up(index, looking);
+      for (uint32_t n = 0; n < 4; ++n) others.use(t.random);
+    });
+    pools ? table.check_bags(ids, each, found) : table.check(ids, found);
     others.check();
     machine.settle();
   }

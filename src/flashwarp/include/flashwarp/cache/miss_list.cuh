@@ -224,42 +224,81 @@ struct deferral {
   FW_DEVICE bool defer(lanes members) const { return append(use, members, item, entered); }
 };
 
-// Ends a launch that may have deferred: the block leaves, or drains the list. All threads of a
-// block call it. Those that drain lie on the first multiprocessors. `serve(item, active)` serves
-// one item for each active lane; all lanes call it.
-template <typename Serve>
-FW_DEVICE void end_deferring(const list_use& use, volume& v, uint32_t multiprocessors, bool entered,
-                             Serve serve) {
-  miss_list& m = *use.list;
-  const drain_limits limits = {use.blocks, multiprocessors};
-  const lanes here = lanes::all();
-  uint32_t users = block::count_of(entered && warp::lane() == 0);
-  if (users == 0) return;
-  const bool decides = block::warp_rank() == 0 && warp::lane() == 0;
-  bool drains = false;
-  while (true) {
-    bool stays = false;
-    // No warp of the block appends or takes while it decides, or after it has left: the list may be
-    // another launch's then. So there is a barrier before the decision, and one behind it.
-    if (decides) stays = decide(m, limits, users, drains) == at_end::kDrains;
-    if (!block::any(stays)) return;
-    users = 1;
-    drains = true;
+// The same, of one item for all lanes of the warp: what misses first defers it, once.
+struct whole_deferral {
+  static constexpr bool kDefers = true;
+  const list_use& use;
+  bool& entered;
+  bool& deferred;  // whether the item is in the list
+  uint64_t item;   // kNone: it is not deferred
+
+  static constexpr uint64_t kNone = ~uint64_t(0);
+
+  FW_DEVICE bool allowed() const { return use.blocks != 0 && item != kNone; }
+  FW_DEVICE bool defer(lanes members) const {
+    if (!deferred) deferred = append(use, members.first(), item, entered);
+    return deferred;
+  }
+};
+
+// The items that a block takes at the end of a launch that may have deferred. All threads of a
+// block ask together, until there are none: the block has left then. Blocks that drain lie on the
+// first multiprocessors.
+class deferred_items {
+ public:
+  FW_DEVICE deferred_items(const list_use& use, uint32_t multiprocessors)
+      : use_(use), limits_{use.blocks, multiprocessors} {}
+
+  // Returns how many items the warp shall serve now, one for each of the first lanes: 0 at the end.
+  // `entered` says whether the warp is a user of the list.
+  FW_DEVICE uint32_t next(volume& v, bool entered, uint32_t& item) {
+    miss_list& m = *use_.list;
+    const lanes here = lanes::all();
+    if (!drains_) {
+      users_ = block::count_of(entered && warp::lane() == 0);
+      if (users_ == 0) return 0;
+    }
     nvme::deadline limit(v.queues[0].data);
     while (true) {
-      uint32_t item = 0;
-      const uint32_t count = take(m, here, use.bundle, item);
-      if (count != 0) {
-        serve(item, warp::lane() < count);
-        continue;
+      if (!takes_) {
+        // No warp of the block appends or takes while it decides, or after it has left: the list
+        // may be another launch's then. So there is a barrier before the decision, and one behind
+        // it.
+        bool stays = false;
+        if (block::warp_rank() == 0 && warp::lane() == 0) {
+          stays = decide(m, limits_, users_, drains_) == at_end::kDrains;
+        }
+        if (!block::any(stays)) return 0;
+        users_ = 1;
+        drains_ = takes_ = true;
       }
+      const uint32_t count = take(m, here, use_.bundle, item);
+      if (count != 0) return count;
       base::pause(nvme::kBackOffNs);
       // After the limit `decide` has the last word.
       const bool more = !is_empty(m) || has_producers(m);
-      if (!here.any(more && !limit.passed())) break;
+      if (here.any(more && !limit.passed())) continue;
+      block::sync();
+      takes_ = false;
     }
-    block::sync();
   }
+
+ private:
+  const list_use& use_;
+  const drain_limits limits_;
+  uint32_t users_ = 0;  // of the list's, that the block is
+  bool drains_ = false;
+  bool takes_ = false;  // since the block's last decision
+};
+
+// Ends a launch that may have deferred. All threads of a block call it. `serve(item, active)`
+// serves one item for each active lane; all lanes call it.
+template <typename Serve>
+FW_DEVICE void end_deferring(const list_use& use, volume& v, uint32_t multiprocessors, bool entered,
+                             Serve serve) {
+  deferred_items items(use, multiprocessors);
+  uint32_t item = 0;
+  while (const uint32_t count = items.next(v, entered, item)) serve(item, warp::lane() < count);
 }
 
 }  // namespace fw::cache
