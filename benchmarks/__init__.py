@@ -25,7 +25,7 @@ BENCHES = {
     },
     "calls": {
         "calls": "One small gather, future or launch, beside what it replaces.",
-        "neighbours": "What cold gathers leave of a GPU to kernels of other streams.",
+        "neighbours": "What cold calls leave of a GPU to kernels of other streams.",
     },
     "files": {
         "files": "Files that kernels read and write, against plain memory (GeminiFS 6 to 10)."

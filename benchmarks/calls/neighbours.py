@@ -1,9 +1,10 @@
-"""What cold gathers leave of a GPU to kernels of other streams.
+"""What cold calls leave of a GPU to kernels of other streams.
 
-Gathers of rows that are in no cache run on one stream, one after the other; on another, matrices
-are multiplied, or two GPUs sum a vector. All are timed by events, alone and together: the share of
-its rate that each keeps is the result. Rows come from a file in three ways: in place, by host
-threads through bounce buffers, and past the page cache.
+Calls on rows that are in no cache run on one stream, one after the other: gathers, lookups that
+pool bags, or whole steps of training. On another, matrices are multiplied, or two GPUs sum a
+vector. All are timed by events, alone and together: the share of its rate that each keeps is the
+result. Rows come from a file in three ways: in place, by host threads through bounce buffers, and
+past the page cache.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from flashwarp.errors import ArgumentError
 __all__ = ["run"]
 
 _VECTOR_BYTES = 4 << 20
+_BAG_IDS = 16
 _AHEAD_S = 2e-3
 _WAYS: Mapping[str, Mapping[str, Any]] = {
     "in place": {},
@@ -42,30 +44,114 @@ def run(
     folder: Path,
     row: Annotated[str, "Bytes of a row, and of a line."] = "4 KiB",
     rows: Annotated[int, "Rows of the file; four times those of the cache."] = 256_000,
-    sizes: Annotated[str, "Rows of a gather, with commas."] = "500,8000,64000",
+    calls: Annotated[str, "Of gather, bags and step, with commas."] = "gather,bags,step",
+    sizes: Annotated[str, "Rows of a call, with commas."] = "500,8000,64000",
     sides: Annotated[str, "Rows of the matrices, with commas."] = "4096,8192",
     seconds: Annotated[float, "How long each pair runs."] = 0.5,
     seed: Annotated[int, "Of the random rows."] = 1,
 ) -> Record:
-    """Gather rows that are in no cache beside products of matrices, and sums of two GPUs."""
+    """Use rows that are in no cache beside products of matrices, and sums of two GPUs."""
     where = resolve(device)
     if where.kind != "cuda":
         raise ArgumentError(f"{where.name} has no streams: a neighbour needs a GPU, device='cuda'")
     bench = CallsBench(where, parse_bytes(row), 1, np.random.default_rng(seed))
-    settings = {"row": row, "rows": rows, "sizes": sizes, "sides": sides, "seconds": seconds}
+    asked = {name: _CALLS[name] for name in listed("calls", calls, tuple(_CALLS))}
+    settings = {
+        "row": row,
+        "rows": rows,
+        "calls": calls,
+        "sizes": sizes,
+        "sides": sides,
+        "seconds": seconds,
+    }
     bench.report = Record("Neighbours", where.describe(), settings, {"rows": seed})
     works = _works(bench, [int(side) for side in listed("sides", sides)])
-    data = np.arange(rows * bench.words, dtype=np.uint32).reshape(rows, bench.words)
+    # Whole numbers, so that sums are exact.
+    data = bench.rng.integers(-8, 8, (rows, bench.words)).astype(np.float32)
     path = folder / "neighbours.bin"
     data.tofile(path)
     for way, how in _WAYS.items():
-        with fw.open(
-            path, dtype=np.uint32, shape=data.shape, device=where, cache=data.nbytes // 4,
-            line=bench.words * 4, **how,
-        ) as array:  # fmt: skip
-            for size in listed("sizes", sizes):
-                _Pair(bench, array, data, int(size), seconds).measure(way, works)
+        for call in asked.values():
+            with fw.open(
+                path, call.mode, np.float32, data.shape, device=where, cache=data.nbytes // 4,
+                line=bench.words * 4, **how,
+            ) as array:  # fmt: skip
+                for size in listed("sizes", sizes):
+                    _Pair(bench, call(array), data, int(size), seconds).measure(way, works)
     return bench.report
+
+
+class _Gathers:
+    """Gathers into buffers of the caller."""
+
+    name, mode, together = "gathers", "r", 1
+
+    def __init__(self, array: fw.Array) -> None:
+        self.array = array
+        self.outs: list[Any] = []
+
+    def queue(self, index: Any, stream: Any) -> Any:
+        """Queue one call; return what it gives."""
+        import torch
+
+        if not self.outs or len(self.outs[0]) != len(index):
+            shape = (len(index), self.array.shape[1])
+            self.outs = [torch.empty(shape, device="cuda") for _ in range(2)]
+        self.outs.reverse()
+        self.array.gather(index, self.outs[0], stream=stream)
+        return self.outs[0]
+
+    def expected(self, data: Any, index: Any) -> Any:
+        """Return what it should give."""
+        return data[index]
+
+
+class _Bags:
+    """Lookups that pool bags of ids."""
+
+    name, mode, together = "lookups of bags", "r", _BAG_IDS
+
+    def __init__(self, array: fw.Array) -> None:
+        import flashwarp.torch
+
+        self.array = array
+        self.module = flashwarp.torch.EmbeddingBag(array, mode="sum")
+
+    def queue(self, index: Any, _: Any) -> Any:
+        """Queue one call on the current stream; return what it gives."""
+        return self.module(index.view(-1, _BAG_IDS))
+
+    def expected(self, data: Any, index: Any) -> Any:
+        """Return what it should give."""
+        return data[index].reshape(-1, _BAG_IDS, data.shape[1]).sum(1)
+
+
+class _Steps:
+    """Steps of training: forward, backward, and an update of each row that leaves it as it was."""
+
+    name, mode, together = "steps of SGD", "r+", 1
+
+    def __init__(self, array: fw.Array) -> None:
+        import flashwarp.torch
+
+        self.array = array
+        self.module = flashwarp.torch.Embedding(array)
+        self.optimizer = flashwarp.torch.SGD(self.module, lr=0.0)
+
+    def queue(self, index: Any, _: Any) -> Any:
+        """Queue one step on the current stream; return its rows."""
+        self.optimizer.zero_grad()
+        rows = self.module(index)
+        rows.sum().backward()
+        self.optimizer.step()
+        return rows.detach()
+
+    def expected(self, data: Any, index: Any) -> Any:
+        """Return what it should give."""
+        return data[index]
+
+
+_CALLS: Mapping[str, Any] = {"gather": _Gathers, "bags": _Bags, "step": _Steps}
 
 
 class _Work:
@@ -126,72 +212,70 @@ def _works(bench: CallsBench, sides: list[int]) -> dict[str, _Work]:
 
 
 class _Pair:
-    """Cold gathers of so many rows, and a neighbour."""
+    """Cold calls on so many rows, and a neighbour."""
 
-    def __init__(
-        self, bench: CallsBench, array: fw.Array, data: Any, size: int, seconds: float
-    ) -> None:
-        self.bench, self.array, self.data, self.seconds = bench, array, data, seconds
+    def __init__(self, bench: CallsBench, call: Any, data: Any, size: int, seconds: float) -> None:
+        self.bench, self.call, self.data, self.seconds = bench, call, data, seconds
         self.torch = bench.torch
-        self.size = size
+        self.size = size - size % call.together or call.together
         self.order = bench.placed(bench.rng.permutation(len(data)).astype(np.int64))
-        self.outs = [bench.out(size) for _ in range(2)]
         self.stream = bench.torch.cuda.Stream()
         self.begin = 0
 
     def measure(self, way: str, works: dict[str, _Work]) -> None:
-        """Add a row for what each work keeps, and one for what it leaves of the gathers."""
-        gathers = f"cold gathers of {self.size} rows, {way}"
+        """Add a row for what each work keeps, and one for what it leaves of the calls."""
+        calls = f"cold {self.call.name} of {self.size} rows, {way}"
         self._beside(None)  # compiles what has to be
         alone, _, checked = self._beside(None)
         for name, work in works.items():
             rate, kept, right = self._beside(work)
             checked = checked and right
             report = self.bench.report
-            report.row(f"{name} beside {gathers}", kept, "/s", "alone", work.alone, checked=checked)
+            report.row(f"{name} beside {calls}", kept, "/s", "alone", work.alone, checked=checked)
             report.row(
-                f"{gathers}, beside {name}", rate / 1e3, "k rows/s", "alone", alone / 1e3,
+                f"{calls}, beside {name}", rate / 1e3, "k rows/s", "alone", alone / 1e3,
                 checked=checked,
             )  # fmt: skip
 
     def _next(self) -> tuple[Any, Any]:
-        """Queue a gather of the next rows, which have left the cache since they came last."""
+        """Queue a call on the next rows, which have left the cache since they came last."""
         if self.begin + self.size > len(self.order):
             self.begin = 0
         index = self.order[self.begin : self.begin + self.size]
         self.begin += self.size
-        out = self.outs[0]
-        self.outs.reverse()
-        self.array.gather(index, out, stream=self.stream)
-        return index, out
+        with self.torch.cuda.stream(self.stream):
+            return index, self.call.queue(index, self.stream)
 
     def _beside(self, work: _Work | None) -> tuple[float, float, bool]:
-        """Gather for a while; return the rates of rows and work, and whether rows are right."""
+        """Call for a while; return the rates of rows and work, and whether rows are right."""
         self.torch.cuda.synchronize()
         begin = _event(self.torch, self.stream)
-        gathers: deque[Any] = deque()
+        calls: deque[Any] = deque()
         done: list[Any] = []
         count = 0
         last: Any = None
-        index = out = None
+        index: Any = None
+        out: Any = None
         end = time.monotonic() + self.seconds
         while time.monotonic() < end or not count:
-            while gathers and gathers[0].query():
-                gathers.popleft()
-            if len(gathers) < 2:  # the stream never runs dry
+            while calls and calls[0].query():
+                calls.popleft()
+            if len(calls) < 2:  # the stream never runs dry
                 index, out = self._next()
                 last = _event(self.torch, self.stream)
-                gathers.append(last)
+                calls.append(last)
                 count += self.size
             if work is not None and (len(done) < 3 or done[-3].query()):
                 done.append(work.queue())
         last.synchronize()
-        self.array.wait(self.stream)
+        self.call.array.wait(self.stream)
         self.torch.cuda.synchronize()
         milliseconds = begin.elapsed_time(last)
         inside = [each for each in done if begin.elapsed_time(each) <= milliseconds]
         kept = 0.0
         if work is not None and inside:
             kept = len(inside) * work.batch / begin.elapsed_time(inside[-1]) * 1e3
-        right = self.bench.right(out, self.data, index)
+        right = np.array_equal(
+            out.cpu().numpy(), self.call.expected(self.data, index.cpu().numpy())
+        )
         return count / milliseconds * 1e3, kept, right
