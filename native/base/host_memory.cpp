@@ -10,17 +10,20 @@
 #include <cerrno>
 #include <new>
 #include <stdexcept>
+#include <system_error>
 #include <vector>
 
 #include "base/alignment.h"
+#include "base/require.h"
 
 namespace fw::native {
 namespace {
 
-constexpr size_t kHugePageBytes = size_t(2) << 20;
-
 // mincore() reports one byte for each page; it is called for this many pages at a time.
 constexpr size_t kMincorePages = 64 * 1024;
+
+// madvise(2), from Linux 6.1 on; older headers do not declare it.
+constexpr int kCollapse = 25;
 
 // cachestat(2); older headers do not declare it.
 constexpr long kCachestat = 451;
@@ -58,6 +61,25 @@ HostMemory::HostMemory(size_t nbytes, size_t alignment) : nbytes_(nbytes) {
   address_ = reinterpret_cast<void*>(aligned);
   // With 4 KiB pages, nearly every access to random lines of a large cache would miss the TLB.
   if (mapped_nbytes_ >= kHugePageBytes) madvise(address_, mapped_nbytes_, MADV_HUGEPAGE);
+}
+
+HostMemory::HostMemory(size_t nbytes, size_t alignment, int fd, bool writable)
+    : HostMemory(nbytes, alignment) {
+  const int access = PROT_READ | (writable ? PROT_WRITE : 0);
+  if (mmap(address_, mapped_nbytes_, access, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+    throw std::system_error(errno, std::generic_category());
+  }
+  if (mapped_nbytes_ >= kHugePageBytes) madvise(address_, mapped_nbytes_, MADV_HUGEPAGE);
+}
+
+void HostMemory::keep_from_children() const { madvise(address_, mapped_nbytes_, MADV_DONTFORK); }
+
+int HostMemory::take_huge_page(size_t begin) const {
+  require(begin <= mapped_nbytes_ && mapped_nbytes_ - begin >= kHugePageBytes, "out of bounds");
+  char* const page = static_cast<char*>(address_) + begin;
+  // There must be a page to begin with.
+  static_cast<void>(*static_cast<volatile char*>(page));
+  return madvise(page, kHugePageBytes, kCollapse) == 0 ? 0 : errno;
 }
 
 HostMemory::~HostMemory() { munmap(address_, mapped_nbytes_); }

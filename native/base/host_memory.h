@@ -6,6 +6,8 @@
 
 namespace fw::native {
 
+inline constexpr size_t kHugePageBytes = size_t(2) << 20;
+
 // Zero-filled memory at a multiple of `alignment` (a power of two), freed with the object. Users of
 // the memory hold the object, so in any order of endings it outlives running code. Pages are
 // allocated at their first access, and large blocks ask for huge pages.
@@ -13,12 +15,20 @@ class HostMemory {
  public:
   // Throws std::bad_alloc, or invalid_argument for an alignment that is no power of two.
   HostMemory(size_t nbytes, size_t alignment);
+  // The beginning of a file that processes map, such as a memfd, for reading and perhaps writing.
+  // Throws std::system_error if it cannot be mapped so.
+  HostMemory(size_t nbytes, size_t alignment, int fd, bool writable);
   ~HostMemory();
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;
 
   void* address() const { return address_; }
   size_t nbytes() const { return nbytes_; }
+  // Leaves the memory out of children of fork().
+  void keep_from_children() const;
+  // Takes a huge page for the bytes from `begin`, a multiple of its size, also if Linux gives such
+  // memory small pages. Returns 0, or an errno value: EINVAL before Linux 6.1.
+  int take_huge_page(size_t begin) const;
 
  private:
   void* address_;

@@ -416,6 +416,15 @@ void bind_host_memory(nb::module_& m) {
   });
   nb::class_<HostMemory>(m, "HostMemory")
       .def(nb::init<size_t, size_t>(), nb::arg("nbytes"), nb::arg("alignment") = 4096)
+      .def(nb::init<size_t, size_t, int, bool>(), nb::arg("nbytes"), nb::arg("alignment"),
+           nb::arg("fd"), nb::arg("writable"))
+      .def("keep_from_children", &HostMemory::keep_from_children)
+      .def(
+          "take_huge_page",
+          [](const HostMemory& h, size_t begin) {
+            return unlocked([&] { return h.take_huge_page(begin); });
+          },
+          nb::arg("begin"))
       .def_prop_ro("address",
                    [](HostMemory& h) { return reinterpret_cast<uintptr_t>(h.address()); })
       .def_prop_ro("nbytes", &HostMemory::nbytes);

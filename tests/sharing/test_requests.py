@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -243,7 +244,8 @@ def test_noise_in_the_table_of_requests(owner: fw.Cache, path: Path) -> None:
         client = cache._client
         assert client is not None
         # A bell, and then the slots: state, operation, begin, bytes.
-        words = np.frombuffer(client.mapped.owner, "u4")[: 16 * (1 + client.facts.slots)]
+        count = 16 * (1 + client.facts.slots)
+        words = np.frombuffer((ctypes.c_uint32 * count).from_address(client.mapped.address), "u4")
         slots = words[16:].reshape(-1, 16)
         for _ in range(50):
             slots[:, 1] = random.integers(0, 5, len(slots))

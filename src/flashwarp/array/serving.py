@@ -217,7 +217,7 @@ class _Session:
         assert facts is not None
         self._opened: dict[int, Export] = {}
         self._numbers = itertools.count(1)
-        self._descriptor, _, mapped = shared_memory.create(facts.requests_bytes, read_only=False)
+        self._descriptor, mapped = shared_memory.create(facts.requests_bytes, read_only=False)
         try:
             self._answering = Answering(self._cache.device, facts, mapped, self._opened)
         except BaseException:

@@ -102,11 +102,12 @@ class CpuDevice(Device):
         return host_only(self, nbytes, alignment)
 
     def allocate_exported(self, nbytes: int) -> Exported:
-        large = positive(nbytes) >= _HUGE_PAGE_BYTES
-        descriptor, offset, mapped = shared_memory.create(
-            nbytes, read_only=True, alignment=_HUGE_PAGE_BYTES if large else 4096
-        )
-        return Exported(self._memory_of(mapped), descriptor, offset)
+        descriptor, mapped = shared_memory.create(positive(nbytes), read_only=True)
+        memory = self._memory_of(mapped)
+        if nbytes >= _HUGE_PAGE_BYTES:
+            take = shared_memory.take_huge_pages
+            endings.Thread(take, "flashwarp huge pages", memory.owners, nbytes).start()
+        return Exported(memory, descriptor, 0)
 
     def map_exported(self, descriptor: int, nbytes: int) -> DeviceMemory:
         memory = self._memory_of(shared_memory.map_memory(descriptor, nbytes, writable=False))

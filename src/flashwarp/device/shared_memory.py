@@ -6,60 +6,59 @@ memory that clients only read they also forbid every later mapping or write that
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import fcntl
 import mmap
 import os
 import stat
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
+from flashwarp import _native
+from flashwarp.device import host_memory
 from flashwarp.errors import DeviceError, DeviceOutOfMemory, SharedCacheError
 
 # Of linux/fcntl.h; fcntl has the last one from Python 3.13 on.
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEAL_FUTURE_WRITE = 0x0010
 
+_HUGE_PAGE_BYTES = 2 << 20
+
 
 class Mapped(NamedTuple):
     """Memory that is mapped here: whoever holds `owner` keeps it mapped."""
 
-    owner: mmap.mmap
+    owner: _native.HostMemory
     address: int
     nbytes: int
 
 
-def create(
-    nbytes: int, *, read_only: bool, alignment: int = mmap.PAGESIZE
-) -> tuple[int, int, Mapped]:
-    """Make memory of zeros, and map it for reading and writing, at a multiple of `alignment`.
+def create(nbytes: int, *, read_only: bool) -> tuple[int, Mapped]:
+    """Make memory of zeros, and map it for reading and writing.
 
     If it is `read_only`, nobody but this mapping may ever change it. Returns the descriptor that
-    other processes map it by, which the caller closes; where the memory begins in the file; and the
-    mapping, which a forked child does not have.
+    other processes map it by, which the caller closes; and the mapping, which a forked child does
+    not have.
     """
-    slack = alignment if alignment > mmap.PAGESIZE else 0  # pages that nobody touches
     descriptor = -1
     try:
         descriptor = os.memfd_create("flashwarp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, nbytes + slack)
-        mapped = _map(descriptor, nbytes + slack, writable=True)
+        os.ftruncate(descriptor, nbytes)
+        mapped = _map(descriptor, nbytes, writable=True)
         seals = _SEALS | (_SEAL_FUTURE_WRITE if read_only else 0)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         # A child could otherwise change what its parent's clients read.
-        mapped.owner.madvise(mmap.MADV_DONTFORK)
+        mapped.owner.keep_from_children()
     except BaseException as error:
         if descriptor >= 0:
             os.close(descriptor)
-        if isinstance(error, OSError | ValueError | OverflowError):
+        if isinstance(error, OSError | RuntimeError | MemoryError | TypeError | OverflowError):
             raise DeviceOutOfMemory(
                 f"{nbytes} bytes of memory to share cannot be had: {error} (Linux 5.1 or newer is "
                 "needed)"
             ) from error
         raise
-    offset = -mapped.address % alignment
-    return descriptor, offset, Mapped(mapped.owner, mapped.address + offset, nbytes)
+    return descriptor, mapped
 
 
 def map_memory(descriptor: int, nbytes: int, *, writable: bool) -> Mapped:
@@ -76,14 +75,28 @@ def map_memory(descriptor: int, nbytes: int, *, writable: bool) -> Mapped:
         )
     try:
         return _map(descriptor, nbytes, writable=writable)
-    except (OSError, ValueError) as error:
+    except (RuntimeError, MemoryError, TypeError) as error:
         raise DeviceError(f"mapping {nbytes} bytes of the owner's memory: {error}") from error
 
 
 def _map(descriptor: int, nbytes: int, *, writable: bool) -> Mapped:
-    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    owner = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, access)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        # Taken where /sys/kernel/mm/transparent_hugepage/shmem_enabled says "advise".
-        owner.madvise(mmap.MADV_HUGEPAGE)
-    return Mapped(owner, np.frombuffer(owner, np.uint8).ctypes.data, nbytes)
+    alignment = _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else mmap.PAGESIZE
+    owner = _native.HostMemory(nbytes, alignment, descriptor, writable)
+    return Mapped(owner, owner.address, nbytes)
+
+
+def take_huge_pages(owners: Sequence[object], nbytes: int) -> None:
+    """Take huge pages for all of the memory that `owners` keep mapped, while they do.
+
+    At the first access Linux takes small ones for such memory by default. Does nothing if the
+    memory would need most of what is left to the system.
+    """
+    if host_memory.available_bytes() * 3 // 4 < nbytes:
+        return
+    for begin in range(0, nbytes - _HUGE_PAGE_BYTES + 1, _HUGE_PAGE_BYTES):
+        # EAGAIN and EBUSY are of a page that is in use right now.
+        owner = next(iter(owners), None)
+        if not isinstance(owner, _native.HostMemory):
+            return
+        if owner.take_huge_page(begin) not in (0, errno.EAGAIN, errno.EBUSY):
+            return
