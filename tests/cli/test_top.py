@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -17,10 +22,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import flashwarp as fw
+from flashwarp import observing
+from flashwarp.array.stats import Stats
 from flashwarp.cli.main import run
 from flashwarp.errors import SharedCacheError
 from flashwarp.probe import ceilings, running
-from flashwarp.sharing import names
+from flashwarp.sharing import messages, names
 
 PROGRAM = """
 import sys, time
@@ -139,6 +147,143 @@ def test_a_live_view_sees_rates_and_ends_of_programs(start: Start) -> None:
         assert processes.look() == []
 
 
+@contextlib.contextmanager
+def pretender(answer: bytes | None, greeting: dict[str, Any] | None = None) -> Iterator[None]:
+    """A process of this version, of number 1, that says what it should not; None: it ends."""
+    server = names.listen(names.of_process(1))
+
+    def serve() -> None:
+        with server, contextlib.suppress(OSError):
+            while True:
+                client, _ = server.accept()
+                with client, contextlib.suppress(OSError):
+                    client.recv(1 << 16)
+                    messages.send(client, messages.hello() if greeting is None else greeting)
+                    while answer is not None and client.recv(1 << 16):
+                        socket.send_fds(client, [answer], [0])
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        names.remove(names.of_process(1))
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+
+
+def as_message(said: object) -> bytes:
+    text = json.dumps(said).encode()
+    return len(text).to_bytes(4, "little") + text
+
+
+def twisted(counters: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Counters of which one value, key or entry is another."""
+    rng = random.Random(seed)
+    strange = [None, -1, 1 << 70, 1e400, float("nan"), True, "\x1b[2J", "\ud800", [], {}, [[]], "3"]
+    made: dict[str, Any] = copy.deepcopy(counters)
+    places: list[tuple[Any, Any]] = []
+
+    def walk(part: Any) -> None:
+        keys = part if isinstance(part, dict) else range(len(part))
+        for key in keys:
+            if (part is made and key == "pid") or (key in Stats.__dataclass_fields__ and seed % 3):
+                continue
+            places.append((part, key))
+            if isinstance(part[key], dict | list):
+                walk(part[key])
+
+    walk(made)
+    part, key = rng.choice(places)
+    part[key] = rng.choice(strange)
+    return made
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_program_that_answers_nonsense_is_one_line(
+    capsys: pytest.CaptureFixture[str], seed: int, folder: Path
+) -> None:
+    with fw.create(folder / "y.npy", "f4", (9, 9), device="cpu"):
+        counters = observing.counters()
+    counters["sums"] *= 2
+    counters["pinned"] = {"pages of files": 3}
+
+    with pretender(as_message(twisted(counters, seed))):
+        run(["top", "--once", "--interval", "0"])
+        text = capsys.readouterr().out
+        run(["top", "--json", "--interval", "0"])
+        (shown,) = (each for each in json.loads(capsys.readouterr().out) if each["pid"] == 1)
+
+    lines = [line for line in text.splitlines() if line.startswith("process 1: ")]
+    assert len(lines) == bool(shown["failed"])
+    assert all(line.isprintable() for line in text.splitlines())
+    if shown["failed"]:
+        assert "no counters" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"abc", "3 bytes"),
+        (b"", None),
+        (b"\xff\0\0\0{}", "255 bytes"),
+        (as_message([]), "no object"),
+        (as_message({}), "no counters"),
+        (b"\4\0\0\0\xff\xfe{]", "no JSON"),
+        (as_message({"x": "y" * 70000}), "too long"),
+        (as_message({"error": 3}), "error=3"),
+        (as_message({"error": "OSError", "message": "broken"}), "broken"),
+        (None, None),
+    ],
+)
+def test_garbage_is_said_of_its_program_and_others_are_shown(
+    capsys: pytest.CaptureFixture[str], start: Start, answer: bytes | None, said: str | None
+) -> None:
+    program = start()
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    with pretender(answer):
+        run(["top", "--once", "--interval", "0"])
+
+    told = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(str(program.pid)) for line in told)
+    of_it = [line for line in told if line.startswith("process 1: ")]
+    assert len(of_it) == (said is not None)
+    assert said is None or said in of_it[0]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_greetings_and_files_that_are_none_are_said(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    with pretender(b"", {"flashwarp": [], "messages": {}}):
+        assert "run the same version" in seen(capsys)[0]["failed"]
+    with names._opened(create=True) as place:
+        other = socket.socket(socket.AF_UNIX)
+        other.bind(f"{place}/{names.of_process(2)}.sock")
+        other.listen()
+        Path(place, f"{names.of_process(3)}.sock").write_text("garbage")
+    with other:
+        (shown,) = seen(capsys)
+    assert (shown["pid"], shown["failed"][:16]) == (2, "cannot be asked:")
+
+
+def test_many_who_wait_for_a_stopped_program_do_not_stop_top(
+    start: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = start()
+    program.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(running, "_ANSWER_S", 0.0001)
+
+    with closing(running.Processes()) as processes:
+        said = {processes.look()[0].failed for _ in range(2 * names._BACKLOG)}
+    program.send_signal(signal.SIGCONT)
+    monkeypatch.setattr(running, "_ANSWER_S", 5.0)
+
+    assert any("many wait" in each for each in said)
+    assert seen(capsys)[0]["failed"] == ""
+
+
 def test_other_versions_are_named(
     start: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +363,18 @@ def test_the_next_program_removes_sockets_of_the_dead(start: Start) -> None:
     assert [name.rpartition("-")[2] for name in names.processes()] == [str(alive.pid)]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "[", "[" * 100_000, "[]", '{"8:0": true, "8:1": NaN, "8:2": -1, "8:3": "x"}', "\xff"],
+)
+def test_ceilings_that_cannot_be_are_none(folder: Path, text: str) -> None:
+    ceilings.keep("8:0", 2e9)
+    (kept,) = folder.rglob("ceilings.json")
+    kept.write_text(text, "latin-1")
+
+    assert ceilings.kept() == {}
+
+
 def test_ceilings_are_kept_and_stand_beside_rates() -> None:
     assert ceilings.kept() == {}
     ceilings.keep("8:0", 2e9)
@@ -236,7 +393,8 @@ def test_the_view_shows_programs(start: Start) -> None:
 
     from flashwarp.cli.top_view import View
 
-    program = start()
+    # What markup would be, if cells were not plain text.
+    program = start("# [/no] [red\n" + PROGRAM)
 
     async def look() -> list[str]:
         view = View(processes, 0.1)
@@ -245,4 +403,6 @@ def test_the_view_shows_programs(start: Start) -> None:
             return [str(cell) for cell in view.query_one(DataTable).get_row_at(0)]
 
     with closing(running.Processes()) as processes:
-        assert asyncio.run(look())[0] == str(program.pid)
+        shown = asyncio.run(look())
+    assert shown[0] == str(program.pid)
+    assert "[/no] [red" in shown[1]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.widgets import DataTable, Footer, Static
 
-from flashwarp.probe.running import HEADINGS, lines
+from flashwarp.probe.running import HEADINGS, failures, lines
 
 if TYPE_CHECKING:
     from flashwarp.probe.running import Processes
@@ -45,18 +46,19 @@ class View(App[None]):  # type: ignore[misc]
         self._paused = not self._paused
 
     def _refresh(self) -> None:
-        if self._paused:
+        # A last interval may end after the widgets have gone.
+        tables = self.query(DataTable)
+        if self._paused or not tables:
             return
         seen = self._processes.told()
-        table: DataTable[str] = self.query_one(DataTable)
+        table: DataTable[Text] = tables.first()
         place = table.cursor_row
         table.clear()
         for each in seen:
             for cells in lines(each, _PROGRAM_MAX):
-                table.add_row(*cells)
+                table.add_row(*map(Text, cells))
         if table.row_count:
             table.move_cursor(row=min(place, table.row_count - 1))
-        failed = [f"process {each['pid']} {each['failed']}" for each in seen if each["failed"]]
         read, written = (
             sum(row[name] for each in seen for row in each["routes"])
             for name in ("read_bytes_per_s", "written_bytes_per_s")
@@ -64,4 +66,4 @@ class View(App[None]):  # type: ignore[misc]
         head = (
             f"{len(seen)} processes, {read / 1e9:.3g} GB/s read, {written / 1e9:.3g} GB/s written"
         )
-        self.query_one("#head", Static).update("\n".join([head, *failed]))
+        self.query_one("#head", Static).update(Text("\n".join([head, *failures(seen)])))

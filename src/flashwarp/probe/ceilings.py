@@ -10,6 +10,7 @@ from flashwarp._jit.artifact_cache import default_directory
 from flashwarp.storage import files
 
 _NAME = "ceilings.json"
+_MAX = 1e18
 
 
 def kept() -> dict[str, float]:
@@ -17,10 +18,11 @@ def kept() -> dict[str, float]:
     folder = default_directory()
     try:
         found = json.loads((folder / _NAME).read_text()) if folder else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     found = found if isinstance(found, dict) else {}
-    return {name: rate for name, rate in found.items() if isinstance(rate, int | float)}
+    rates = {name: rate for name, rate in found.items() if type(rate) in (int, float)}
+    return {name: rate for name, rate in rates.items() if 0 < rate < _MAX}
 
 
 def keep(name: str, bytes_per_s: float) -> None:

@@ -10,10 +10,12 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashwarp.array.stats import Stats
+from flashwarp.config import SIZE_MAX
 from flashwarp.errors import FlashwarpError, SharedCacheError
 from flashwarp.probe import ceilings
 from flashwarp.probe.text import aligned, binary, thousands
@@ -21,6 +23,7 @@ from flashwarp.sharing import messages, names
 
 _ANSWER_S = 1.0
 _COUNTS = tuple(Stats.__dataclass_fields__)
+_KEY = ("kind", "route", "device", "disks")
 HEADINGS = (
     *("pid", "program", "kind", "route", "open", "hits", "read", "written", "ceiling"),
     *("waits/s", "errors", "memory", "mapped files", "pinned", "threads"),
@@ -48,7 +51,12 @@ class Process:
     @classmethod
     def reach(cls, name: str) -> Process | None:
         """Connect to a process; None if it has died, which leaves nothing behind."""
-        client = names.reach(name)
+        try:
+            client = names.reach(name)
+        except BlockingIOError:
+            return cls(name, failed="does not answer, and many wait for it: it is stopped")
+        except OSError as error:
+            return cls(name, failed=f"cannot be asked: {error.strerror}")
         if client is None:
             names.remove(name)
             return None
@@ -60,7 +68,7 @@ class Process:
         answer = made._hear()
         if answer is not None and not made.failed:
             try:
-                messages.check_hello(answer, f"process {made.pid}")
+                messages.check_hello(answer, "it")
             except SharedCacheError as error:
                 made.failed = str(error)
         return made
@@ -78,7 +86,12 @@ class Process:
         """Take the answer; returns False if the process has gone."""
         answer = self._hear()
         if answer is not None:
-            self.take(answer.body)
+            try:
+                _check_counters(answer.body)
+            except SharedCacheError as error:
+                self.failed = f"answers with what are no counters: {error}"
+            else:
+                self.take(answer.body)
         return answer is not None or bool(self.failed)
 
     def take(self, said: dict[str, Any]) -> None:
@@ -93,7 +106,8 @@ class Process:
             self.asked.close()
 
     def _say(self, body: dict[str, Any]) -> None:
-        assert self.asked is not None
+        if self.asked is None:
+            return
         self.asked.settimeout(_ANSWER_S)
         with contextlib.suppress(OSError):  # it has died: `_hear` notices
             messages.send(self.asked, body)
@@ -104,8 +118,10 @@ class Process:
         assert self.asked is not None
         try:
             answer = messages.receive(self.asked)
-            if answer is not None and "error" in answer.body:
-                raise messages.error_of(answer)
+            if answer is not None:
+                answer.close()  # nothing comes by descriptor
+                if "error" in answer.body:
+                    raise messages.error_of(answer)
         except TimeoutError:
             self.failed = "does not answer: it is stopped, or holds the interpreter's lock"
         except FlashwarpError as error:
@@ -129,7 +145,7 @@ class Process:
             counted = recent if recent.hits + recent.misses else Stats(**now)
             found.append(
                 {
-                    **{name: each.get(name, "") for name in ("kind", "route", "device", "disks")},
+                    **{name: each.get(name, "") for name in _KEY},
                     "open": each.get("open", 0),
                     "hit_rate": counted.hit_rate,
                     "read_bytes_per_s": recent.bytes_read * per_s,
@@ -150,8 +166,35 @@ class Process:
         return {"pid": self.pid, **said, "failed": self.failed, "routes": self.rows(rates)}
 
 
+def _check_counters(said: dict[str, Any]) -> None:
+    """Raise SharedCacheError unless a process has said what `observing.counters` returns."""
+
+    def check(
+        body: object, texts: Iterable[str], integers: Iterable[str], counts: Iterable[str]
+    ) -> None:
+        if not isinstance(body, dict):
+            raise SharedCacheError(f"a message has {body!r:.99}, no object")
+        message = messages.Message(body)
+        for name in texts:
+            # What cannot be printed could take hold of the terminal.
+            if not message.text(name).isprintable():
+                raise SharedCacheError(f"a message has {name}={body[name]!r:.99}, no plain text")
+        for name in (*integers, *(each for each in counts if each in body)):
+            message.integer(name, 0, SIZE_MAX)
+
+    check(said, ["command"], ["threads"], ())
+    for name in ("pinned", "memory"):
+        held = said.get(name)
+        check(held, (), (), held if isinstance(held, dict) else ())
+    sums, uptime_s = said.get("sums"), said.get("uptime_s")
+    if not isinstance(sums, list) or type(uptime_s) not in (int, float):
+        raise SharedCacheError(f"a message has sums={sums!r:.99}, uptime_s={uptime_s!r:.99}")
+    for each in sums:
+        check(each, _KEY, ["open"], _COUNTS)
+
+
 def _key(sums: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(sums.get(name) for name in ("kind", "route", "device", "disks"))
+    return tuple(sums.get(name) for name in _KEY)
 
 
 class Processes:
@@ -164,10 +207,7 @@ class Processes:
         """Ask all processes. Blocks until each has answered, or for a second."""
         for name in names.processes():
             if name not in self._known:
-                try:
-                    made = Process.reach(name)
-                except OSError:  # it dies now
-                    continue
+                made = Process.reach(name)
                 if made is not None:
                     self._known[name] = made
         for each in self._known.values():
@@ -230,5 +270,9 @@ def table(processes: list[dict[str, Any]]) -> str:
     if not processes:
         return f"no process of yours has arrays open ({names.folder_path()})"
     cells = [HEADINGS, *(line for each in processes for line in lines(each))]
-    failed = [f"process {each['pid']} {each['failed']}" for each in processes if each["failed"]]
-    return "\n".join([aligned(cells, left=4), *failed])
+    return "\n".join([aligned(cells, left=4), *failures(processes)])
+
+
+def failures(processes: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each process that has not told its counters."""
+    return [f"process {each['pid']}: {each['failed']}" for each in processes if each["failed"]]

@@ -59,7 +59,7 @@ class Connection:
 
     @classmethod
     def to(cls, name: str) -> Connection | None:
-        """Connect to the owner of a name; returns None if there is none, or it dies meanwhile.
+        """Connect to the owner of a name; returns None if there is none, it dies or is busy.
 
         Raises
         ------
@@ -68,7 +68,10 @@ class Connection:
         OwnerLostError
             If it does not answer.
         """
-        client = names.reach(name)
+        try:
+            client = names.reach(name)
+        except BlockingIOError:  # there is one, which is busy: the caller tries again
+            return None
         if client is None:
             return None
         made = cls(name, client)

@@ -25,7 +25,7 @@ from flashwarp.storage import files
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _PROCESS = re.compile(r"\.[0-9]+-[0-9]+\.sock")
 
-# Clients that wait to be accepted. More get EAGAIN, and try again.
+# Clients that wait to be accepted. More get EAGAIN.
 _BACKLOG = 64
 
 
@@ -143,12 +143,16 @@ def remove(name: str) -> None:
 
 
 def reach(name: str) -> socket.socket | None:
-    """Connect to the owner of a name; returns None if nobody listens there."""
-    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Connect to the owner of a name; returns None if nobody listens there.
+
+    Raises BlockingIOError if many wait to be accepted, as by one that is stopped.
+    """
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         with _opened(create=False) as folder:
             client.connect(f"{folder}/{name}.sock")
-    except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+        client.setblocking(True)
+    except (FileNotFoundError, ConnectionRefusedError):
         client.close()
         return None
     except BaseException:
