@@ -227,14 +227,15 @@ nb::object RowCalls::gather_on_host(nb::handle idx, nb::handle out, nb::handle e
 
 // Neighbouring bytes of the array, or cells at equal distances, and the axes that they have.
 struct RowCalls::Item {
-  // Of cells of which numpy selects some.
-  static constexpr uint64_t kSelectedMax = 64 << 20;
+  // Cells of which numpy selects some are read so many bytes at a time: into memory that stays in
+  // the caches of a core, where fresh memory would cost more than the copies.
+  static constexpr uint64_t kSelectedBytes = 256 << 10;
 
   uint64_t begin = 0, nbytes = 0, count = 1, stride = 0;
   std::vector<int64_t> shape;
   // What numpy selects of them: by steps, and behind the first axis that a slice cuts.
   nb::list rest;
-  bool cut = false, selects = false;
+  bool backwards = false, cut = false, selects = false;
   bool is_scalar = true;
 
   bool is_range() const { return count == 1 || stride == nbytes; }
@@ -253,15 +254,51 @@ nb::object RowCalls::item(nb::handle key, nb::handle end) {
   if (launching_ != nullptr || !find_item(key, item) || fork_.in_child()) return nb::none();
   const Turn turn(acquire_, release_);
   if (!quiet()) return nb::none();
+  if (item.selects) return select(item, end);
   nb::object out = host_.empty(item.shape);
   HostArray rows;
   if (!out.is_valid() || !rows.take(out, true)) return nb::none();
+  read(item, rows, end);
+  return item.is_scalar ? nb::object(out[nb::tuple()]) : out;
+}
+
+void RowCalls::read(const Item& item, const HostArray& rows, nb::handle end) {
   const RowSize size = item.size();
   plans_.run(launcher_, size, {0, size.count, rows.address(), item.begin});
   moved_.add(item.count);
   if (failed()) staying([&] { end("gather", nb::none()); });
-  if (item.selects) return staying([&] { return out[nb::tuple(item.rest)].attr("copy")(); });
-  return item.is_scalar ? nb::object(out[nb::tuple()]) : out;
+}
+
+nb::object RowCalls::select(const Item& item, nb::handle end) {
+  Item block = item;
+  block.count = std::clamp<uint64_t>(Item::kSelectedBytes / item.nbytes, 1, item.count);
+  const uint64_t at_once = block.count;
+  if (item.count > 1) block.shape[0] = int64_t(at_once);
+  const nb::object held = host_.empty(block.shape);
+  HostArray rows;
+  if (!held.is_valid() || !rows.take(held, true)) return nb::none();
+  const nb::tuple chosen(item.rest);
+  nb::object out;
+  for (uint64_t done = 0; done < item.count; done += block.count) {
+    block.begin = item.begin + done * item.stride;
+    block.count = std::min(at_once, item.count - done);
+    read(block, rows, end);
+    const auto part = [&] {
+      nb::object read_rows = held;
+      if (block.count != at_once) read_rows = held[nb::slice(Py_ssize_t(block.count))];
+      return nb::object(read_rows[chosen]);
+    };
+    if (at_once == item.count) return staying([&] { return part().attr("copy")(); });
+    if (!out.is_valid()) {
+      auto shape = nb::cast<std::vector<int64_t>>(part().attr("shape"));
+      shape[0] = int64_t(item.count);
+      out = host_.empty(shape);
+      if (!out.is_valid()) return nb::none();
+    }
+    const uint64_t first = item.backwards ? item.count - done - block.count : done;
+    staying([&] { out[nb::slice(Py_ssize_t(first), Py_ssize_t(first + block.count))] = part(); });
+  }
+  return out;
 }
 
 bool RowCalls::find_item(nb::handle key, Item& item) const {
@@ -286,7 +323,7 @@ bool RowCalls::find_item(nb::handle key, Item& item) const {
   item.shape.insert(item.shape.end(), row_shape_.begin() + std::ptrdiff_t(axis) - 1,
                     row_shape_.end());
   item.is_scalar = item.is_scalar && item.shape.empty();
-  return !item.selects || item.count * item.nbytes <= Item::kSelectedMax;
+  return true;
 }
 
 // Adds the part of a key for one axis; false if it selects nothing or has other objects than
@@ -326,6 +363,7 @@ bool RowCalls::find_part(nb::handle part, size_t axis, Item& item) const {
     item.begin = first * row_bytes_;
     item.count = uint64_t(count);
     item.stride = apart * row_bytes_;
+    item.backwards = step < 0;
   } else if (!item.cut) {
     item.begin += first * item.nbytes;
     item.nbytes *= uint64_t(held);

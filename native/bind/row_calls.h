@@ -180,6 +180,10 @@ class RowCalls {
   struct Item;
 
   bool find_item(nb::handle key, Item& item) const;
+  // Both raise by `end` what went wrong.
+  void read(const Item& item, const HostArray& rows, nb::handle end);
+  // None: there is no memory.
+  nb::object select(const Item& item, nb::handle end);
   bool find_part(nb::handle part, size_t axis, Item& item) const;
   nb::object gather_on_host(nb::handle idx, nb::handle out, nb::handle end);
   bool look_on_host(nb::handle idx, nb::handle out, Operands& operands, HostArray& indices,

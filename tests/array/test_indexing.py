@@ -424,6 +424,23 @@ def test_values_that_cannot_be_cast_store_nothing_in_any_block(
     assert same(x[...], model)
 
 
+@pytest.mark.parametrize("kind", ["u1", "<f8", "S3"])
+@pytest.mark.parametrize("shape", [(9000, 129), (3, 400_000), (700, 11, 90), (1, 300_000)])
+def test_steps_over_columns_are_read_in_several_blocks(kind: str, shape: tuple[int, ...]) -> None:
+    reference = random_array(np.random.default_rng(3), np.dtype(kind), shape)
+    rows = [np.s_[:], np.s_[::-1], np.s_[1:-1], np.s_[-2::-2], np.s_[::700], np.s_[0], np.s_[-1:]]
+    columns = [np.s_[::2], np.s_[::-1], np.s_[5:1:-2], np.s_[3:400:3], np.s_[-1:0:-7]]
+    rest = [np.s_[:], np.s_[4], np.s_[::-3]] if len(shape) > 2 else [np.s_[...]]
+
+    with fw.open(Memory(reference), "r+", kind, shape, device="cpu", cache="1 MiB") as x:
+        for key in ((a, b, c) for a in rows for b in columns for c in rest):
+            expected = reference[key]
+            read = x[key]
+            assert (read.shape, read.dtype) == (expected.shape, expected.dtype), key
+            assert np.array_equal(read, expected), key
+            assert read.base is None or not np.shares_memory(read, reference)
+
+
 def test_a_column_is_read_and_stored_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = np.zeros((4096, 1024), np.int64)
     monkeypatch.setenv("FLASHWARP_KEY_BYTES", str(1 << 20))
