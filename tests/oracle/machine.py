@@ -7,12 +7,16 @@ import functools
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 import flashwarp as fw
+from flashwarp.cache import miss_list
+from flashwarp.launch import deferral
 from oracle.folders import DISK
 
 _KERNELS = """
@@ -121,6 +125,16 @@ class Machine:
         if self.torch is None or number % 3:
             return contextlib.nullcontext()
         return self.torch.cuda.stream(self.streams[-1 - number % 2])
+
+    @contextlib.contextmanager
+    def few_blocks(self, seed: int) -> Iterator[None]:
+        """Let small launches leave what misses to a few blocks, in a third of a GPU's programs."""
+        with pytest.MonkeyPatch.context() as patch:
+            if self.kind == "cuda" and seed % 3 == 0:
+                patch.setenv("FLASHWARP_DRAIN_BLOCKS", str(1 + seed // 3 % 2))
+                patch.setattr(miss_list, "_LINES_MIN", 1)
+                patch.setattr(deferral, "_WARPS_PER_DRAIN", 1)
+            yield
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a machine lives as long as its process
     def program(self, dtype: str, device: int) -> Any:

@@ -180,12 +180,8 @@ class Runner:
         self._world = world
         faulthandler.dump_traceback_later(20 * self._hang_s, exit=True)
         try:
-            world.open()
-            for turn, phase in enumerate(self.plan(world)):
-                chosen = [each for each in phase if wanted is None or each.number in wanted]
-                if chosen:
-                    self._phase(world, turn, chosen)
-            world.close()
+            with self.machine.few_blocks(seed):
+                self._run(world, wanted)
         except BaseException as error:
             error.world = world
             world.give_up()
@@ -194,6 +190,14 @@ class Runner:
             self._world = None
             faulthandler.cancel_dump_traceback_later()
         return world
+
+    def _run(self, world: World, wanted: set[int] | None) -> None:
+        world.open()
+        for turn, phase in enumerate(self.plan(world)):
+            chosen = [each for each in phase if wanted is None or each.number in wanted]
+            if chosen:
+                self._phase(world, turn, chosen)
+        world.close()
 
     def _phase(self, world: World, turn: int, phase: list[Planned]) -> None:
         jobs: dict[int, Callable[[], None]] = {}
