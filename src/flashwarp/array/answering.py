@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
@@ -98,7 +99,8 @@ class Export:
     def move(self, verb: str, row_bytes: int, chosen: range | Index, buffer: int = 0) -> None:
         """Launch the moving of rows of so many bytes, and wait."""
         launcher = self._launcher(row_bytes)
-        if verb == "prefetch" or (verb == "gather" and launcher.on_cpu):
+        several = isinstance(chosen, Index) and len(chosen) > 1  # a range is of one line
+        if verb == "prefetch" or (verb == "gather" and launcher.on_cpu and several):
             # So all transfers are under way at once.
             launcher.prefetch(chosen, None, self._threads)
         if verb == "gather":
@@ -191,26 +193,41 @@ class Answering:
     def _answer_all(self) -> None:
         while asked := self._server.wait():
             requests = np.frombuffer(asked, _ASKED)
-            hints = requests["operation"] == _PREFETCH
-            # First: their transfers go on while the others are waited for.
-            self._server.answer(requests["slot"][hints].tolist(), _DONE)
-            self._each_array(requests[hints], self._prefetch)
-            self._each_array(requests[~hints], self._move)
+            operations = requests["operation"].tolist()
+            if _PREFETCH in operations:
+                # First: their transfers go on while the others are waited for.
+                hints = requests["operation"] == _PREFETCH
+                self._server.answer(requests["slot"][hints].tolist(), _DONE)
+                self._each_array(requests[hints], self._prefetch)
+                requests = requests[~hints]
+                operations = requests["operation"].tolist()
+            kinds = set(zip(operations, requests["bytes"].tolist(), strict=True))
+            # Mostly all are of one kind, and each operation of numpy takes as long as a copy.
+            for operation, nbytes in sorted(kinds, reverse=True):
+                alike = requests
+                if len(kinds) > 1:
+                    of = (requests["operation"] == operation) & (requests["bytes"] == nbytes)
+                    alike = requests[of]
+                self._each_array(alike, partial(self._move, operation, nbytes))
 
     def _each_array(self, requests: Requests, act: Callable[[Export, Requests], None]) -> None:
         """Act on the requests for each array that the client has open; refuse all others."""
         for export in dict.fromkeys(self._opened.copy().values()):
-            first, last = export.begin, export.begin + export.nbytes
-            ours = (requests["begin"] >= first) & (requests["begin"] < last)
+            # Those below wrap around.
+            ours = requests["begin"] - np.uint64(export.begin) < export.nbytes
+            if ours.all():
+                return act(export, requests)
             if ours.any():
                 act(export, requests[ours])
                 requests = requests[~ours]
-        if len(requests) and act == self._move:
+        if act != self._prefetch:
             self._refuse(requests, BoundsError("a client asks for lines of no array that it has"))
+        return None
 
     def _refuse(self, requests: Requests, why: Exception) -> None:
-        self._failure = why
-        self._server.answer(requests["slot"].tolist(), _FAILED)
+        if len(requests):
+            self._failure = why
+            self._server.answer(requests["slot"].tolist(), _FAILED)
 
     def _prefetch(self, export: Export, requests: Requests) -> None:
         lines = [np.empty(0, np.int64)]
@@ -246,26 +263,24 @@ class Answering:
             return True
         return False
 
-    def _move(self, export: Export, requests: Requests) -> None:
-        """Make the accesses to one array, those of one size together if they are rows of it."""
-        sizes = requests["bytes"]
+    def _move(self, operation: int, nbytes: int, export: Export, requests: Requests) -> None:
+        """Make accesses of one size to one array, together if they are rows of it."""
         offsets = requests["begin"] - np.uint64(export.begin)
-        known = (requests["operation"] == _READ) | (requests["operation"] == _STORE)
-        fits = known & (sizes > 0) & (sizes <= self._line) & (offsets + sizes <= export.nbytes)
-        if not fits.all():
+        known = operation in (_READ, _STORE) and 0 < nbytes <= self._line
+        if not known or int(offsets.max()) + nbytes > export.nbytes:
+            fits = offsets + np.uint64(nbytes) <= export.nbytes if known else offsets < 0
             self._refuse(requests[~fits], BoundsError("a client asks for bytes that are no line's"))
-        for operation in (_STORE, _READ):
-            of = fits & (requests["operation"] == operation)
-            if operation == _STORE and of.any() and not export.array.writable:
-                why = ReadOnlyError('the array is read-only: open it with mode="r+"')
-                self._refuse(requests[of], why)
-                continue
-            for nbytes in np.unique(sizes[of]).tolist():
-                chosen = of & (sizes == nbytes)
-                rows = chosen & (offsets % np.uint64(nbytes) == 0)
-                self._move_rows(export, operation, requests[rows], nbytes)
-                for each in np.flatnonzero(chosen & ~rows):
-                    self._move_rows(export, operation, requests[each : each + 1], nbytes)
+            requests, offsets = requests[fits], offsets[fits]
+        if operation == _STORE and not export.array.writable:
+            why = ReadOnlyError('the array is read-only: open it with mode="r+"')
+            return self._refuse(requests, why)
+        rows = offsets % np.uint64(nbytes or 1) == 0
+        if rows.all():
+            return self._move_rows(export, operation, requests, nbytes)
+        self._move_rows(export, operation, requests[rows], nbytes)
+        for each in np.flatnonzero(~rows):
+            self._move_rows(export, operation, requests[each : each + 1], nbytes)
+        return None
 
     def _move_rows(self, export: Export, operation: int, requests: Requests, nbytes: int) -> None:
         """Make accesses of one size, and answer them; one that fails fails alone."""
