@@ -57,8 +57,10 @@ def check_equal(sample, other):
     assert torch.equal(sample.edge_index.cpu(), other.edge_index)
 
 
+@pytest.mark.parametrize("blocks", ["-1", "0", "3"])
 @pytest.mark.parametrize("way", WAYS)
-def test_samples_are_those_of_the_cpu_device(graph, device, expected, way):
+def test_samples_are_those_of_the_cpu_device(graph, device, expected, way, blocks, monkeypatch):
+    monkeypatch.setenv("FLASHWARP_DRAIN_BLOCKS", blocks)
     with fw.torch.NeighborSampler(graph, FANOUTS, seed=7, device=device, **WAYS[way]) as sampler:
         # Past the cache only if the lists exceed it, and then wherever that is possible.
         past = sampler.neighbours.in_place is not None and way != "cached"

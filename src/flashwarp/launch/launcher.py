@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -350,7 +350,7 @@ class Launcher:
         start = functools.partial(self._start, "update_rows", params, useful, stream)
         in_order([(self, True)], stream, start)
 
-    def deferred(self, rows: int, warps: int, bundle: int) -> Deferred:
+    def deferred(self, rows: int, warps: int, bundle: int = 1) -> Deferred:
         """Return how a launch on so many rows by so many warps defers its misses now."""
         return self._deferral.of(rows * self.lines_per_row, warps, bundle, self._deferral.blocks)
 
@@ -575,3 +575,8 @@ class Launcher:
 
 def _lines_between(begin: int, end: int, line_bytes: int) -> int:
     return (end - 1) // line_bytes - begin // line_bytes + 1
+
+
+def deferred_by(launchers: Iterable[Launcher], rows: int, warps: int) -> Deferred:
+    """Return how a launch on several arrays defers: items one by one, by the list of one array."""
+    return max((each.deferred(rows, warps) for each in launchers), key=lambda how: how[2])

@@ -20,9 +20,9 @@ from flashwarp.array.array import Array
 from flashwarp.array.turns import in_turns
 from flashwarp.device import DeviceMemory, PreparedLaunch
 from flashwarp.errors import ArgumentError, ClosedError
+from flashwarp.launch.launcher import deferred_by
 from flashwarp.launch.operands import Index
 from flashwarp.launch.order import in_order
-from flashwarp.launch.rows import Deferred
 from flashwarp.table.structs import LookupParams, LookupTableStruct, TableScalesStruct
 
 # Lanes of a warp on a GPU, and bytes that a lane loads at a time.
@@ -427,19 +427,15 @@ class Lookup:
         for array in self._arrays:
             array._turns.check_usable()
         ahead = self._ids_ahead() if self._on_cpu else 0
+        launchers = (array._attachment.launcher for array in self._arrays)
         factors = (0, Number.FLOAT32) if weights is None else (weights.address, weights.number)
         return self._members + _CALL.pack(
             *(ids.address, bags.offsets, factors[0], out),
             *(ids.count, bags.count, bags.ids_each, bags.offset_count, self.dim, run),
             *(warp_items, ahead),
             *(len(self.tables), ids.nbytes, bags.offset_bytes, factors[1], out_number, pooling),
-            *self._deferred(ids.count, warp_items * len(self.tables)),
+            *deferred_by(launchers, ids.count, warp_items * len(self.tables)),
         )
-
-    def _deferred(self, count: int, warps: int) -> Deferred:
-        """Return how a launch defers its misses, by the list of one of the arrays."""
-        made = (array._attachment.launcher.deferred(count, warps, 1) for array in self._arrays)
-        return max(made, key=lambda deferred: deferred[2])
 
     def _ids_ahead(self) -> int:
         """Choose how many ids a thread of the CPU device looks ahead; 0 if storage is fast."""

@@ -7,7 +7,11 @@
 #include <vector>
 
 #include "flashwarp/array.cuh"
-#include "simulator/machine.h"
+#include "simulator/miss_list.h"
+
+#define COLUMN int64_t
+#define OFFSET int64_t
+#include "flashwarp/interop/torch/sampling.cu"
 
 using namespace fw::simulator;
 
@@ -90,4 +94,58 @@ FW_SCENARIO(sampling, "warps sample lists and enter what they find into one tabl
     }
   });
   check(slots);
+}
+
+FW_SCENARIO(sampling_absent, "warps leave lists that would wait to some of them, by one list") {
+  Shape shape = Shape::draw(run.random);
+  shape.volumes = 2;
+  shape.plain = false;
+  shape.sets = 1;
+  shape.warps = kWidth == 32 ? 3 : 4;
+  Machine machine(run, shape);
+  MissList misses(machine, (kWidth == 1 ? 3 : kWidth == 4 ? 5 : 8) + run.random.below(3));
+  const array<const int64_t> offsets = machine.array<int64_t>(0);
+  const array<const int64_t> entries = machine.array<int64_t>(1);
+  const uint32_t fanout = 1 + run.random.below(kWidth == 1 ? 4 : kWidth + 2);
+  const uint64_t vertices = offsets.length - 1;
+  // Lists that lie back to back, round and round; no two entries of one list are the same.
+  const uint64_t degree = entries.length / vertices;
+  for (uint64_t v = 0; v <= vertices; v++) {
+    *reinterpret_cast<int64_t*>(machine.stored(0, v * 8)) = int64_t(v * degree);
+  }
+  for (uint64_t i = 0; i < entries.length; i++) {
+    *reinterpret_cast<int64_t*>(machine.stored(1, i * 8)) = int64_t(i % vertices);
+  }
+  const uint64_t seed = run.random.below(1000);
+  std::vector<int64_t> nodes;
+  for (uint32_t i = 0; i < 4 * shape.warps; i++) {
+    nodes.push_back(run.random.below(uint32_t(vertices)));
+  }
+  const std::vector<int64_t> nodes_end = {int64_t(nodes.size())};
+  uint64_t places = 2;
+  while (places < 2 * nodes.size() * fanout) places *= 2;
+  Slots slots(nodes.size() * fanout, places);
+  std::vector<int64_t> edges(slots.found.size(), -1);
+  std::vector<int32_t> at(slots.found.size(), -1);
+  const auto use = misses.next_launch(1 + run.random.below(2), 1);
+  machine.launch([&](Thread& t) {
+    become(t.index, shape.warps * kWidth);
+    sample_lists(offsets, entries, 0, nodes.data(), nodes_end.data(), 1, fanout, seed, 0, 0,
+                 slots.found.data(), edges.data(), at.data(),
+                 reinterpret_cast<int64_t*>(slots.keys.data()),
+                 reinterpret_cast<int32_t*>(slots.first.data()), slots.mask,
+                 reinterpret_cast<uint64_t>(use.list), use.launch, use.blocks);
+  });
+  for (size_t k = 0; k < nodes.size(); k++) {
+    const uint64_t vertex = uint64_t(nodes[k]);
+    const uint64_t stream = fw::graph::random_stream(seed, 0, vertex);
+    const std::vector<int64_t> chosen = chosen_alone(degree, fanout, stream);
+    for (size_t i = 0; i < fanout; i++) {
+      const int64_t entry = i < chosen.size() ? int64_t(vertex * degree) + chosen[i] : -1;
+      const int64_t neighbour = entry < 0 ? -1 : entry % int64_t(vertices);
+      if (slots.found[k * fanout + i] != neighbour) scheduler.fail("a slot has another vertex");
+    }
+  }
+  check(slots);
+  machine.settle();
 }

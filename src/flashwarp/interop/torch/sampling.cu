@@ -5,6 +5,8 @@
 // `edges_end[h]` that of edges. Hop h samples the lists of the vertices that hop h - 1 has found.
 #include "flashwarp/sampling.cuh"
 
+#include "flashwarp/cache/miss_list.cuh"
+
 using namespace fw;
 using column = COLUMN;
 using offset = OFFSET;
@@ -36,29 +38,61 @@ FW_KERNEL enter_seeds(const int64_t* nodes, uint32_t seeds, uint64_t vertices, i
   }
 }
 
+// Whether a load of element `i` would wait for its line.
+template <typename T>
+FW_DEVICE bool is_absent(const array<const T>& a, uint64_t i) {
+  return i < a.length && !cache::probe(a.geometry, a.line_of(i)).found;
+}
+
 // Fills the slots of a hop: `found` has the vertex of each, or -1, `places` where the table has it,
 // and `edges`, unless it is null, which entry of the lists it is. A neighbour that is no vertex
-// comes from a damaged file, and is skipped.
+// comes from a damaged file, and is skipped. If `drains` is not 0, lists that would wait for
+// storage go to as many blocks, by `misses` and the number `launch`: see cache/miss_list.cuh.
 FW_KERNEL sample_lists(const FW_GRID_CONSTANT array<const offset> offsets,
                        const FW_GRID_CONSTANT array<const column> entries, uint64_t in_place,
                        const int64_t* nodes, const int64_t* nodes_end, uint32_t hop,
                        uint32_t fanout, uint64_t seed, uint64_t draw, uint32_t first_slot,
                        int64_t* found, int64_t* edges, int32_t* places, int64_t* keys,
-                       int32_t* first, uint64_t mask) {
+                       int32_t* first, uint64_t mask, uint64_t misses, uint64_t launch,
+                       uint32_t drains) {
   const graph::vertex_table table = {reinterpret_cast<uint64_t*>(keys),
                                      reinterpret_cast<uint32_t*>(first), nullptr, mask};
   const uint64_t vertices = offsets.length - 1;
   const frontier here(nodes_end, hop);
   const uint64_t count = uint64_t(here.end - here.begin);
-  for (uint64_t at = warp::index(); at < count; at += warp::count()) {
+  const cache::list_use use = {reinterpret_cast<cache::miss_list*>(misses), launch, drains, 1};
+  cache::deferred_items left(use, (drains + 3) / 4);
+  bool entered = false;
+  for (uint64_t next = warp::index();; next += warp::count()) {
+    uint64_t at = next;
+    // The warp's own lists come first, then those that its block takes.
+    const bool own = at < count;
+    if (!own) {
+      uint32_t taken = 0;
+      if (drains == 0 || left.next(*entries.volume, entered, taken) == 0) break;
+      at = lanes::all().broadcast(taken, 0);
+    }
+    const bool may_leave = own && drains != 0;
     const uint64_t vertex = uint64_t(nodes[here.begin + int64_t(at)]);
     // The last offset ends a list and begins none.
     const bool known = vertex < vertices;
+    if (may_leave && known) {
+      // Lanes that look for one line may see it come or go.
+      const bool absent = is_absent(offsets, vertex) || is_absent(offsets, vertex + 1);
+      if (lanes::all().any(absent) && append(use, lanes::of(0), at, entered)) continue;
+    }
     const uint64_t begin = known ? uint64_t(offsets[vertex]) : offsets.refuse(vertex);
     const uint64_t end = known ? uint64_t(offsets[vertex + 1]) : 0;
     const uint64_t slot = at * fanout;
     const uint32_t chosen = graph::choose(end > begin ? end - begin : 0, fanout,
                                           graph::random_stream(seed, draw, vertex), found + slot);
+    if (may_leave && in_place == 0) {
+      bool absent = false;
+      for (uint64_t k = warp::lane(); k < chosen; k += warp::kWarpWidth) {
+        absent |= is_absent(entries, begin + uint64_t(found[slot + k]));
+      }
+      if (lanes::all().any(absent) && append(use, lanes::of(0), at, entered)) continue;
+    }
     for (uint64_t k = warp::lane(); k < fanout; k += warp::kWarpWidth) {
       uint64_t neighbour = vertices;
       if (k < chosen) {

@@ -30,6 +30,7 @@ from flashwarp.errors import (
     IndexDtypeError,
 )
 from flashwarp.interop.torch.operators import check_plain, torch_device
+from flashwarp.launch.launcher import deferred_by
 from flashwarp.program.compiling import Kernel, Program
 from flashwarp.program.compiling import compile as compile_kernels
 
@@ -390,6 +391,12 @@ class NeighborSampler(Closing):
         listed: list[int] = found.tolist()
         return listed
 
+    def _deferred(self, lists: int) -> tuple[int, int, int]:
+        """Return how a launch, a warp for each list, leaves those that wait to few blocks."""
+        arrays = self.offsets, self.neighbours
+        launchers = [array._attachment.launcher for array in arrays]
+        return deferred_by(launchers, lists, lists)[:3]
+
     @property
     def _in_place(self) -> int:
         """The address of the lists for kernels that read them past the cache; else 0."""
@@ -449,7 +456,7 @@ class _Work:
         launch(
             "sample_lists", lists, sampler.offsets, sampler.neighbours, sampler._in_place,
             self.nodes, self._nodes_end, hop, fanout, sampler.seed, draw, first_slot, found,
-            entries, places, *self.table(),
+            entries, places, *self.table(), *sampler._deferred(lists),
         )  # fmt: skip
         own = torch.empty_like(found)
         launch(
