@@ -476,6 +476,15 @@ def check_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
 
 
 def check_close_waits_for_a_call_whose_wait_was_interrupted() -> None:
+    def launches() -> int:
+        return int(fake().fake_count(b"cuLaunchKernel"))
+
+    def interrupt(before: int) -> None:
+        while launches() == before:  # else there is nothing to wait for
+            time.sleep(0.001)
+        time.sleep(0.05)
+        _thread.interrupt_main()
+
     def release(released: threading.Event) -> None:
         released.set()
         fake().fake_hold(0)
@@ -489,7 +498,7 @@ def check_close_waits_for_a_call_whose_wait_was_interrupted() -> None:
             (lambda: x.prefetch(index), x.close),
         ):
             fake().fake_hold(1)
-            threading.Timer(0.1, _thread.interrupt_main).start()
+            threading.Thread(target=interrupt, args=[launches()]).start()
             with pytest.raises(KeyboardInterrupt):
                 interrupted()
             released = threading.Event()

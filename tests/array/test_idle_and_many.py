@@ -14,7 +14,7 @@ from flashwarp.device import CpuDevice
 from flashwarp.nvme import SoftwareController
 
 LONG_IDLE_S = 0.25  # after 0.1 s without a call a controller's thread sleeps until it is woken
-SHORTER_THAN_A_TIME_LIMIT_S = 5
+SHORTER_THAN_A_TIME_LIMIT_S = 20
 
 
 def entries(folder: str) -> int:
