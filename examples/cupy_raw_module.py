@@ -12,8 +12,12 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import cupy
 import numpy as np
+
+try:
+    import cupy
+except ImportError as error:
+    raise SystemExit(f"this example needs cupy: {error}; try pip install cupy-cuda13x") from error
 
 import flashwarp as fw
 

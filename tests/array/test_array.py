@@ -22,7 +22,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp import _native
-from flashwarp.errors import BoundsError, RouteError
+from flashwarp.errors import ArgumentError, BoundsError, RouteError
 from flashwarp.storage import Memory
 
 Reference = npt.NDArray[Any]
@@ -316,6 +316,8 @@ def test_arrays_that_are_each_others_operands_do_not_wait_for_each_other(tmp_pat
         lambda x: x / 3,
         lambda x: x < 3,
         lambda x: x.mean(),
+        lambda x: x.cuda(),
+        lambda x: x.numpy(),
         lambda x: x.astype("f8"),
         lambda x: x.T,
     ],
@@ -328,6 +330,12 @@ def test_what_only_memory_can_do_names_the_way(tmp_path: Path, use: Callable[[An
         assert not hasattr(x, "mean")
         with pytest.raises(AttributeError, match=r"no attribute 'meen'$"):
             _ = x.meen
+
+
+@pytest.mark.parametrize("mode", ["w", "w+", "x"])
+def test_modes_that_make_files_are_answered_by_what_makes_one(tmp_path: Path, mode: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"mode='{mode[:1]}.*flashwarp.create"):
+        fw.open(tmp_path / "x.npy", mode)
 
 
 def test_arithmetic_with_arrays_of_numpy_reads_all(tmp_path: Path) -> None:

@@ -208,6 +208,8 @@ def test_what_a_state_cannot_save_is_named_at_once(opened: Opener) -> None:
     model = torch.nn.Linear(3, 2)
     with pytest.raises(DtypeError, match=r"'s/a.b' is a object, which only pickle"):
         checkpointer.protect("s", {"a": {"b": object()}})
+    with pytest.raises(DtypeError, match=r"region 'd': Generator .*with state_dict and load_stat"):
+        checkpointer.protect("d", torch.Generator())
     with pytest.raises(DtypeError, match=r"'m/weight' is no dense tensor with data"):
         checkpointer.protect("m", torch.nn.Linear(3, 2, device="meta"))
     with pytest.raises(ArgumentError, match="restore= takes a callable"):

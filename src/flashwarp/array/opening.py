@@ -363,6 +363,8 @@ class _Request:
 
 @_whole
 def _open(request: _Request) -> Array:
+    if isinstance(request.mode, str) and request.mode in ("w", "w+", "x"):
+        raise ArgumentError(f"mode={request.mode!r}: flashwarp.create makes the file of an array")
     choice("mode", request.mode, ("r", "r+"))
     plan = _Plan(request)
     given, offset = request.path_or_storage, request.offset

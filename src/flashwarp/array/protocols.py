@@ -16,6 +16,7 @@ from flashwarp.array.keys import rows_at_once
 from flashwarp.errors import ArgumentError, CopyError, FlashwarpError
 from flashwarp.launch.rows import RowFormat
 
+_OF_TENSORS = frozenset(("numpy", "to", "cpu", "cuda", "float", "half", "bfloat16", "norm"))
 _INSTEAD = "take rows, x[a:b], or all, numpy.asarray(x), or compute in a kernel"
 
 
@@ -151,7 +152,7 @@ class Protocols(endings.Closing):
     __pow__ = __and__ = __or__ = __lt__ = __le__ = __gt__ = __ge__ = _no_arithmetic
 
     def _no_member(self, name: str) -> AttributeError:
-        known = not name.startswith("_") and hasattr(np.ndarray, name)
+        known = not name.startswith("_") and (hasattr(np.ndarray, name) or name in _OF_TENSORS)
         hint = f", unlike one in memory: {_INSTEAD}" if known else ""
         return AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 

@@ -141,18 +141,21 @@ def new_array(region: Region, device: Device) -> Any:
     return device.empty_like_library("numpy", region.shape, dtype)
 
 
+_WANTED = (
+    "protect an array, whose memory can be filled again, something with state_dict and "
+    "load_state_dict, a dict that has it, or a callable that returns an array"
+)
+
+
 def _view(name: str, array: object, device: Device) -> tuple[str, ArrayView]:
     if array is None or isinstance(array, str | bytes | int | float | complex | Mapping | list):
-        raise ArgumentError(
-            f"region {name!r} is of type {type(array).__name__}: protect an array, whose memory "
-            "can be filled again, a dict that has it, or a callable that returns an array"
-        )
+        raise ArgumentError(f"region {name!r} is of type {type(array).__name__}: {_WANTED}")
     stream = device.default_stream() if device.kind == "cuda" else None
     try:
         found = view(array, stream=stream)
-    except DtypeError:
+    except DtypeError as error:
         if not hasattr(array, "data_ptr"):
-            raise
+            raise DtypeError(f"region {name!r}: {error}; {_WANTED}") from error
         return _view_unknown_to_numpy(array, stream)
     return dtype_text(found.dtype), found
 
