@@ -75,6 +75,9 @@ def test_reversed_edges_of_a_file_have_a_direction(tmp_path):
     ("what", "options", "words"),
     [
         (np.zeros((3, 4), "i8"), {}, "is no graph"),
+        (np.zeros((3, 2), "i8"), {}, r"\(2, count\) \(these are pairs: numpy.transpose"),
+        ([(0, 1), (1, 2), (2, 0)], {}, "these are pairs: numpy.transpose"),
+        (3 * [np.zeros(2, "i8"), 4], {}, "is no graph"),
         (7, {}, "is no graph"),
         ({"a": 1}, {}, "is no graph"),
         (ENDS / 2, {}, "dtype float64: give integers"),

@@ -344,7 +344,7 @@ def _tables(path: Path) -> Iterator[NDArray[Any]]:
                 at = lines + int(np.flatnonzero(numbers == wrong[0])[0]) + 1
                 raise FileFormatError(
                     f"{path}, line {at}: {int(wrong[0])} numbers, not two vertices and perhaps a "
-                    "weight as in every line"
+                    "weight, separated by spaces, as in every line"
                 )
             yield _parse(path, text, lines, columns)
         lines += len(numbers)

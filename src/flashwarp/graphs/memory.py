@@ -58,9 +58,11 @@ def _parts(
         return matrix.row, matrix.col, values, matrix.shape[0]
     pair = [_array(each) for each in what] if isinstance(what, tuple | list) else _array(what)
     if len(pair) != 2 or (not isinstance(pair, list) and pair.ndim != 2):
+        many = len(pair) > 2 and pair[0].shape == (2,)
+        turned = " (these are pairs: numpy.transpose(edges))" if many else ""
         raise ArgumentError(
-            f"{brief(what)} is no graph: give a path, edges of shape (2, count), a sparse matrix "
-            "of scipy, or a Data of PyG"
+            f"{brief(what)} is no graph: give a path, edges of shape (2, count){turned}, a sparse "
+            "matrix of scipy, or a Data of PyG"
         )
     return pair[0], pair[1], None, None
 
