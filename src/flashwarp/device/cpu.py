@@ -4,6 +4,7 @@
 # ruff: noqa: ARG002, D102
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -30,6 +31,7 @@ from flashwarp.device.memory import (
     host_only,
     positive,
 )
+from flashwarp.device.shared_memory import HUGE_PAGE_BYTES
 from flashwarp.device.streams import Event
 from flashwarp.errors import (
     ArgumentError,
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
     from flashwarp._jit.host_compiler import HostArtifact
 
 # Transparent huge pages come in this size.
-_HUGE_PAGE_BYTES = 2 << 20
 _THREADS_MAX = 1024
 
 
@@ -94,7 +95,7 @@ class CpuDevice(Device):
 
     def allocate(self, nbytes: int, stream: object = None) -> DeviceMemory:
         return self.allocate_host(
-            positive(nbytes), _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else 4096
+            positive(nbytes), HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 4096
         )
 
     def allocate_host(self, nbytes: int, alignment: int = 4096) -> DeviceMemory:
@@ -104,9 +105,10 @@ class CpuDevice(Device):
     def allocate_exported(self, nbytes: int) -> Exported:
         descriptor, mapped = shared_memory.create(positive(nbytes), read_only=True)
         memory = self._memory_of(mapped)
-        if nbytes >= _HUGE_PAGE_BYTES:
+        if nbytes >= HUGE_PAGE_BYTES:
             take = shared_memory.take_huge_pages
-            endings.Thread(take, "flashwarp huge pages", memory.owners, nbytes).start()
+            with contextlib.suppress(RuntimeError):  # no thread is left: small pages will do
+                endings.Thread(take, "flashwarp huge pages", memory.owners, nbytes).start()
         return Exported(memory, descriptor, 0)
 
     def map_exported(self, descriptor: int, nbytes: int) -> DeviceMemory:

@@ -22,7 +22,7 @@ from flashwarp.errors import DeviceError, DeviceOutOfMemory, SharedCacheError
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEAL_FUTURE_WRITE = 0x0010
 
-_HUGE_PAGE_BYTES = 2 << 20
+HUGE_PAGE_BYTES = 2 << 20
 
 
 class Mapped(NamedTuple):
@@ -80,7 +80,7 @@ def map_memory(descriptor: int, nbytes: int, *, writable: bool) -> Mapped:
 
 
 def _map(descriptor: int, nbytes: int, *, writable: bool) -> Mapped:
-    alignment = _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else mmap.PAGESIZE
+    alignment = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else mmap.PAGESIZE
     owner = _native.HostMemory(nbytes, alignment, descriptor, writable)
     return Mapped(owner, owner.address, nbytes)
 
@@ -93,7 +93,7 @@ def take_huge_pages(owners: Sequence[object], nbytes: int) -> None:
     """
     if host_memory.available_bytes() * 3 // 4 < nbytes:
         return
-    for begin in range(0, nbytes - _HUGE_PAGE_BYTES + 1, _HUGE_PAGE_BYTES):
+    for begin in range(0, nbytes - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
         # EAGAIN and EBUSY are of a page that is in use right now.
         owner = next(iter(owners), None)
         if not isinstance(owner, _native.HostMemory):
