@@ -169,6 +169,7 @@ def test_a_remote_that_fails_or_stalls_leaves_the_other_tiers_usable(
                 return True
 
             until(uploaded, "uploads are tried again")
+            assert sum(key.endswith(".manifest") for key in server.objects) == 8
             checkpointer.close()
         else:
             with pytest.raises(RemoteError):
