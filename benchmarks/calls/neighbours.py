@@ -91,7 +91,7 @@ class _Gathers:
         self.outs: list[Any] = []
 
     def queue(self, index: Any, stream: Any) -> Any:
-        """Queue one call; return what it gives."""
+        """Queue one call; return its rows."""
         import torch
 
         if not self.outs or len(self.outs[0]) != len(index):
@@ -102,7 +102,7 @@ class _Gathers:
         return self.outs[0]
 
     def expected(self, data: Any, index: Any) -> Any:
-        """Return what it should give."""
+        """Return the rows of these ids."""
         return data[index]
 
 
@@ -118,11 +118,11 @@ class _Bags:
         self.module = flashwarp.torch.EmbeddingBag(array, mode="sum")
 
     def queue(self, index: Any, _: Any) -> Any:
-        """Queue one call on the current stream; return what it gives."""
+        """Queue one call on the current stream; return its sums."""
         return self.module(index.view(-1, _BAG_IDS))
 
     def expected(self, data: Any, index: Any) -> Any:
-        """Return what it should give."""
+        """Return the sums of these bags."""
         return data[index].reshape(-1, _BAG_IDS, data.shape[1]).sum(1)
 
 
@@ -147,7 +147,7 @@ class _Steps:
         return rows.detach()
 
     def expected(self, data: Any, index: Any) -> Any:
-        """Return what it should give."""
+        """Return the rows of these ids."""
         return data[index]
 
 
@@ -223,7 +223,7 @@ class _Pair:
         self.begin = 0
 
     def measure(self, way: str, works: dict[str, _Work]) -> None:
-        """Add a row for what each work keeps, and one for what it leaves of the calls."""
+        """Report for each work the rate that it keeps, and the rate that it leaves the calls."""
         calls = f"cold {self.call.name} of {self.size} rows, {way}"
         self._beside(None)  # compiles what has to be
         alone, _, checked = self._beside(None)
