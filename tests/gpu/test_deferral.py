@@ -296,8 +296,9 @@ def whole_numbers(path, rows, width):
 
 @pytest.mark.parametrize("way", ["in place", "bounce", "o_direct"])
 @pytest.mark.parametrize("width", [16, 100, 1030])
-def test_bags_and_converted_rows_are_looked_up(tmp_path, device, blocks, width, way):
-    """Every item counts once, whoever serves it; rows lie in one line, in two, or in several."""
+@pytest.mark.parametrize("cache", ["2 MiB", "64 MiB"])
+def test_bags_and_converted_rows_are_looked_up(tmp_path, device, blocks, width, way, cache):
+    """Rows lie in one line, in two, or in several; with few lines a lookup goes by pieces."""
     torch = pytest.importorskip("torch")
     import flashwarp.torch
 
@@ -308,20 +309,53 @@ def test_bags_and_converted_rows_are_looked_up(tmp_path, device, blocks, width, 
         "o_direct": {"o_direct": True},
     }[way]
     rng = np.random.default_rng(12)
-    chosen = rng.integers(0, ROWS, (3000, 17))
+    chosen = rng.integers(0, ROWS, (1100, 9))
     ids = torch.from_numpy(chosen).cuda()
+    factors = torch.from_numpy(rng.integers(-3, 4, chosen.shape).astype(np.float32)).cuda()
 
-    with fw.open(tmp_path / "t.npy", device=device, cache="1 MiB", **options) as x:
+    with fw.open(tmp_path / "t.npy", device=device, cache=cache, **options) as x:
         bags = flashwarp.torch.EmbeddingBag(x, mode="sum")
         rows = flashwarp.torch.Embedding(x, dtype=torch.float16)
+        expected = (content[chosen] * factors.cpu().numpy()[..., None]).sum(1)
         for _ in range(2):
             x.drop_cache()
-            assert (bags(ids).cpu().numpy() == content[chosen].sum(1)).all()
+            assert (bags(ids, per_sample_weights=factors).cpu().numpy() == expected).all()
             x.drop_cache()
-            assert (rows(ids[:, 0]).cpu().numpy() == content[chosen[:, 0]]).all()
+            assert (rows(ids).cpu().numpy() == content[chosen]).all()
         x.wait()
-        asked = 2 * (chosen.size + len(chosen)) * content[0].nbytes
-        assert x.stats.bytes_used == asked, "each row counts once"
+        asked = 2 * 2 * chosen.size
+        assert x.stats.bytes_used == asked * content[0].nbytes, "each row counts once"
+        if width == 16 and cache == "64 MiB":
+            assert x.stats.hits + x.stats.misses == asked
+
+
+@pytest.mark.parametrize("way", ["in place", "bounce"])
+def test_a_group_of_tables_is_looked_up(tmp_path, device, blocks, way):
+    """What is fetched first is of two tables, one with scales in a file."""
+    torch = pytest.importorskip("torch")
+    import flashwarp.torch
+
+    rng = np.random.default_rng(15)
+    plain = whole_numbers(tmp_path / "t.npy", ROWS, 64)
+    codes = rng.integers(-8, 8, (ROWS, 96)).astype(np.int8)
+    scales = rng.integers(1, 5, (ROWS, 1)).astype(np.float32)
+    np.save(tmp_path / "q.npy", codes)
+    np.save(tmp_path / "s.npy", scales)
+    options = {"controller": fw.nvme.SoftwareController(route="bounce")} if way == "bounce" else {}
+    opened = dict(device=device, cache="16 MiB", **options)
+    with (
+        fw.open(tmp_path / "t.npy", **opened) as x,
+        fw.open(tmp_path / "q.npy", **opened) as q,
+        fw.open(tmp_path / "s.npy", **opened) as s,
+    ):
+        tables = [flashwarp.torch.EmbeddingBag(x), flashwarp.torch.EmbeddingBag(q, scales=s)]
+        group = flashwarp.torch.EmbeddingGroup(tables)
+        chosen = rng.integers(0, ROWS, (2, 3000, 3))
+        found = group(torch.from_numpy(chosen).cuda())
+        expected = np.concatenate(
+            [plain[chosen[0]].mean(1), (codes * scales)[chosen[1]].mean(1)], axis=1
+        )
+        np.testing.assert_allclose(found.cpu().numpy(), expected, rtol=1e-5)
 
 
 def test_ids_out_of_bounds_of_deferred_bags_are_noted_once(tmp_path, device, blocks):
@@ -329,15 +363,15 @@ def test_ids_out_of_bounds_of_deferred_bags_are_noted_once(tmp_path, device, blo
     import flashwarp.torch
 
     content = whole_numbers(tmp_path / "t.npy", ROWS, 256)
-    chosen = np.random.default_rng(13).integers(0, ROWS, (6000, 40))
+    chosen = np.random.default_rng(13).integers(0, ROWS, (6000, 10))
     expected = content[chosen].sum(1)
-    strays = [(3, 0), (3, 39), (4000, 20), (5999, 33)]
+    strays = [(3, 0), (3, 9), (4000, 5), (5999, 3)]
     for bag, place in strays:
         expected[bag] -= content[chosen[bag, place]]
         chosen[bag, place] = ROWS + place
     controller = fw.nvme.SoftwareController(route="bounce")
 
-    with fw.open(tmp_path / "t.npy", device=device, cache="1 MiB", controller=controller) as x:
+    with fw.open(tmp_path / "t.npy", device=device, cache="64 MiB", controller=controller) as x:
         bags = flashwarp.torch.EmbeddingBag(x, mode="sum")
         found = bags(torch.from_numpy(chosen).cuda())
         with pytest.raises(errors.BoundsError, match="the first of 4 such"):
@@ -379,7 +413,7 @@ def test_replays_of_lookups_defer_their_misses(tmp_path, device, blocks):
     ids = torch.zeros(6000, 5, dtype=torch.int64, device="cuda")
     graph = torch.cuda.CUDAGraph()
 
-    with fw.open(tmp_path / "t.npy", device=device, cache="1 MiB", controller=controller) as x:
+    with fw.open(tmp_path / "t.npy", device=device, cache="64 MiB", controller=controller) as x:
         bags = flashwarp.torch.EmbeddingBag(x, mode="sum")
         bags(ids)
         torch.cuda.synchronize()

@@ -73,6 +73,7 @@ class CountersStruct(ctypes.Structure):
     @classmethod
     def sums(cls, shards: bytes) -> dict[str, int]:
         """Add up an array of these structs, by field."""
-        words = np.frombuffer(shards, np.uint64).reshape(-1, ctypes.sizeof(cls) // 8).sum(0)
+        # A launch that fetches for the next one takes away the hits that this will count.
+        words = np.frombuffer(shards, np.int64).reshape(-1, ctypes.sizeof(cls) // 8).sum(0).clip(0)
         names = (name for name, _ in cls._fields_ if not name.startswith("_"))
         return dict(zip(names, words.tolist(), strict=False))

@@ -9,4 +9,5 @@
 #include "rows.cuh"
 #include "stream.cuh"
 #include "table.cuh"
+#include "table_ids.cuh"
 #include "update.cuh"

@@ -57,9 +57,8 @@ struct group_row {
 template <base::number kNumber, bool kPools>
 class run_lookup {
  public:
-  FW_DEVICE run_lookup(const lookup_params& p, const lookup_table& t, lookup_item& item,
-                       const lookup_run& run)
-      : p_(p), t_(t), item_(item), run_(run) {}
+  FW_DEVICE run_lookup(const lookup_params& p, const lookup_table& t, const lookup_run& run)
+      : p_(p), t_(t), run_(run) {}
 
   FW_DEVICE void look_up(uint64_t table, lookup_events& events) {
     for (uint64_t first = run_.begin; here_.any(first < run_.end); first += t_.lanes) {
@@ -69,15 +68,6 @@ class run_lookup {
         }
       }
       const group_rows rows = find(first, events);
-      if (p_.misses.blocks != 0 && item_.deferred) {
-        // Whoever takes it from the list counts all of it.
-        events.hits = item_.hits;
-        events.bytes_used = item_.bytes_used;
-        if (run_.tile_begin == 0) {
-          base::opaque (&note_strays)(p_, t_, first + t_.lanes, run_.end);
-        }
-        return;
-      }
       // Each lane has acquired its own lines; now the lanes of its group load from all of them.
       here_.sync();
       for (uint32_t q = 0; q < t_.lanes; q += kRowsHeld) {
@@ -120,11 +110,8 @@ class run_lookup {
   FW_DEVICE group_rows find(uint64_t first, lookup_events& events) {
     group_rows rows;
     found_row& mine = rows.mine;
-    mine = find_row<kPools>(p_, t_, run_, first + sub(), item_, events);
-    if (scaled_) {
-      const uint64_t row = mine.row - t_.row_begin;
-      mine.scale = scale_of_row(item_, t_.scales, here_, mine.wants, row);
-    }
+    mine = find_row<kPools>(p_, t_, run_, first + sub(), events);
+    if (scaled_) mine.scale = scale_of_row(t_.scales, here_, mine.wants, mine.row - t_.row_begin);
     rows.from = mine.row * t_.row_bytes + run_.tile_begin;
     const uint64_t inside = rows.from & (cache::line_bytes(t_.geometry) - 1);
     rows.one = rows.two = 0;
@@ -182,7 +169,7 @@ class run_lookup {
       const bool wants = again && offset < run_.tile_bytes;
       bool failed;
       const atomic::word16 loaded = base::opaque(&load_missing)(
-          item_, false, t_.geometry, *t_.cache, *t_.volume, here_, wants,
+          t_.geometry, *t_.cache, *t_.volume, here_, wants,
           place_of(t_.geometry, *t_.volume, begin + offset, t_.word_bytes), failed);
       if (wants) words[c] = loaded;
     }
@@ -218,7 +205,7 @@ class run_lookup {
     if (s.volume == nullptr) {
       if (wants) scale = number_at(s.memory, s.number, at);
     } else {
-      scale = base::opaque(&scale_in_array)(item_, false, s, here_, wants, at);
+      scale = base::opaque(&scale_in_array)(s, here_, wants, at);
     }
     return s.divides != 0 ? scale / s.whole : scale;
   }
@@ -272,7 +259,6 @@ class run_lookup {
 
   const lookup_params& p_;
   const lookup_table& t_;
-  lookup_item& item_;
   const lookup_run run_;
   const lanes here_ = lanes::all();
   const uint64_t tile_column_ = numbers_in<kNumber>(run_.tile_begin);
@@ -292,99 +278,43 @@ class run_lookup {
 // Looks up one run for each group of the warp: the `warp_item`-th of a table.
 template <base::number kNumber, bool kPools>
 FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t table,
-                       uint64_t warp_item, lookup_item& item, lookup_events& events) {
+                       uint64_t warp_item, lookup_events& events) {
   const uint32_t groups = warp::kWarpWidth / t.lanes;
-  const uint64_t number = warp_item * groups + warp::lane() / t.lanes;
-  const lookup_run run = run_at<kPools>(p, t, table, number, !item.from_list);
-  run_lookup<kNumber, kPools>(p, t, item, run).look_up(table, events);
+  const uint64_t item = warp_item * groups + warp::lane() / t.lanes;
+  run_lookup<kNumber, kPools>(p, t, run_at<kPools>(p, t, table, item)).look_up(table, events);
 }
 
 template <bool kPools>
 FW_DEVICE void look_up_any(const lookup_params& p, const lookup_table& t, uint64_t table,
-                           uint64_t warp_item, lookup_item& item, lookup_events& events) {
+                           uint64_t warp_item, lookup_events& events) {
   switch (t.number) {
     case base::number::kFloat32:
-      return look_up<base::number::kFloat32, kPools>(p, t, table, warp_item, item, events);
+      return look_up<base::number::kFloat32, kPools>(p, t, table, warp_item, events);
     case base::number::kFloat16:
-      return look_up<base::number::kFloat16, kPools>(p, t, table, warp_item, item, events);
+      return look_up<base::number::kFloat16, kPools>(p, t, table, warp_item, events);
     case base::number::kBfloat16:
-      return look_up<base::number::kBfloat16, kPools>(p, t, table, warp_item, item, events);
+      return look_up<base::number::kBfloat16, kPools>(p, t, table, warp_item, events);
     case base::number::kFloat8E4m3:
-      return look_up<base::number::kFloat8E4m3, kPools>(p, t, table, warp_item, item, events);
+      return look_up<base::number::kFloat8E4m3, kPools>(p, t, table, warp_item, events);
     case base::number::kFloat8E5m2:
-      return look_up<base::number::kFloat8E5m2, kPools>(p, t, table, warp_item, item, events);
+      return look_up<base::number::kFloat8E5m2, kPools>(p, t, table, warp_item, events);
     case base::number::kInt8:
-      return look_up<base::number::kInt8, kPools>(p, t, table, warp_item, item, events);
+      return look_up<base::number::kInt8, kPools>(p, t, table, warp_item, events);
     case base::number::kFloat4E2m1:
-      return look_up<base::number::kFloat4E2m1, kPools>(p, t, table, warp_item, item, events);
+      return look_up<base::number::kFloat4E2m1, kPools>(p, t, table, warp_item, events);
     case base::number::kFloat8E8m0:
       return;  // of scales alone
   }
 }
 
-// Starts the fills of the rows of one id for each lane.
-FW_DEVICE void prefetch_rows_of(const lookup_params& p, const lookup_table& t, uint64_t table,
-                                uint64_t warp_item, lookup_item& item) {
-  const lanes here = lanes::all();
-  cache::tally tally;
-  const lookup_run ids = ids_of(p, table);
-  const uint64_t k = ids.begin + warp_item * warp::kWarpWidth + warp::lane();
-  const bool mine = k >= ids.begin && k < ids.end;
-  const uint64_t id = mine ? uint64_t(integer_at(p.ids, p.index_bytes, k)) : t.row_count;
-  const bool wants = mine && id < t.row_count;
-  if (mine && !wants && !item.from_list) note_id(t, id);
-  const uint32_t shift = t.geometry.line_shift;
-  const uint64_t from = (t.row_begin + id) * t.row_bytes;
-  const uint64_t last = (from + t.words * t.word_bytes - 1) >> shift;
-  const cache::whole_deferral misses = {p.misses, item.entered, item.deferred, item.number};
-  for (uint64_t at = from >> shift; here.any(wants && at <= last); at++) {
-    const uint64_t line = t.volume->line_begin + at;
-    const bool asks = wants && at <= last;
-    if (misses.allowed()) {
-      bool busy = false;
-      const bool absent = asks && !cache::probe(t.geometry, line, busy).found && !busy;
-      const lanes missing = here.ballot(absent);
-      if (!missing) continue;
-      if (misses.defer(missing)) break;
-    }
-    base::opaque (&cache::prefetch<policy>)(*t.cache, *t.volume, here, asks, line, tally);
-  }
-  tally.add_to(*t.volume, here);
-}
-
-// What a launch does with the rows of its ids.
-enum class lookup_action { kRows, kBags, kPrefetch };
-
-// Takes the next item of the list, for the whole warp. Returns false at the launch's end.
-FW_DEVICE_NOINLINE bool take_deferred(const lookup_params& p, cache::deferred_items& list,
-                                      lookup_item& item, uint64_t& number) {
-  const lookup_table& first = p.tables == nullptr ? p.table : p.tables[0];
-  uint32_t taken = 0;
-  if (list.next(*first.volume, item.entered, taken) == 0) return false;
-  number = lanes::all().broadcast(taken, 0);
-  item.from_list = true;
-  return true;
-}
-
-// Serves the warp's items, of one table after the other; then, if the launch defers, what the
-// block takes from the list.
-template <lookup_action kAction>
+// Serves the warp's items, of one table after the other.
+template <bool kPools>
 FW_DEVICE void for_each_lookup(const lookup_params& p) {
   const lanes here = lanes::all();
   const warp::share mine = warp::share_of(p.table_count * p.warp_items, 1);
   const lookup_table* current = nullptr;
   lookup_events events;
-  lookup_item item = {p.misses};
-  cache::deferred_items list(p.misses, (p.misses.blocks + 1) / 2);
-  for (uint64_t next = mine.begin;; next += mine.stride) {
-    uint64_t i = next;
-    if (i >= mine.end) {
-      if (p.misses.blocks == 0 || !base::opaque(&take_deferred)(p, list, item, i)) break;
-    }
-    item.number = item.from_list ? cache::whole_deferral::kNone : i;
-    item.deferred = false;
-    item.hits = events.hits;
-    item.bytes_used = events.bytes_used;
+  for (uint64_t i = mine.begin; i < mine.end; i += mine.stride) {
     const uint64_t table = p.tables == nullptr ? 0 : i / p.warp_items;
     const lookup_table& t = p.tables == nullptr ? p.table : p.tables[table];
     if (&t != current) {
@@ -393,12 +323,8 @@ FW_DEVICE void for_each_lookup(const lookup_params& p) {
       cache::refresh(*t.cache, *t.volume, here);
       if (t.scales.volume != nullptr) cache::refresh(*t.scales.cache, *t.scales.volume, here);
     }
-    const uint64_t warp_item = i - table * p.warp_items;
-    if constexpr (kAction == lookup_action::kPrefetch) {
-      prefetch_rows_of(p, t, table, warp_item, item);
-    } else {
-      look_up_any<kAction == lookup_action::kBags>(p, t, table, warp_item, item, events);
-    }
+    const uint64_t item = i - table * p.warp_items;
+    look_up_any<kPools>(p, t, table, item, events);
   }
   if (current != nullptr) add_lookup_events(*current->volume, events);
 }
@@ -407,16 +333,11 @@ FW_DEVICE void for_each_lookup(const lookup_params& p) {
 
 #if FW_BUILDS(look_up_rows)
 FW_KERNEL_RESIDENT(2) fw_look_up_rows(const FW_GRID_CONSTANT fw::kernels::lookup_params p) {
-  fw::kernels::for_each_lookup<fw::kernels::lookup_action::kRows>(p);
+  fw::kernels::for_each_lookup<false>(p);
 }
 #endif
 #if FW_BUILDS(look_up_bags)
 FW_KERNEL_RESIDENT(2) fw_look_up_bags(const FW_GRID_CONSTANT fw::kernels::lookup_params p) {
-  fw::kernels::for_each_lookup<fw::kernels::lookup_action::kBags>(p);
-}
-#endif
-#if FW_BUILDS(prefetch_ids)
-FW_KERNEL_RESIDENT(4) fw_prefetch_ids(const FW_GRID_CONSTANT fw::kernels::lookup_params p) {
-  fw::kernels::for_each_lookup<fw::kernels::lookup_action::kPrefetch>(p);
+  fw::kernels::for_each_lookup<true>(p);
 }
 #endif

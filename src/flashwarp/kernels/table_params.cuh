@@ -60,7 +60,8 @@ struct lookup_params {
   uint64_t bag_ids;       // without offsets, ids of a bag; without pooling 1
   uint64_t offset_count;  // the last bag ends at id_count unless there is one offset more
   uint64_t out_stride;    // from one row of the output to the next, in numbers
-  uint64_t run;           // without pooling: ids that a group takes, one after the other
+  uint64_t run;           // ids that a group takes, one after the other; without pooling, and not
+                          // to look rows up: ids of a warp's item
   uint64_t warp_items;    // of each table
   uint64_t look_ahead;    // ids that a warp prefetches ahead; 0: none
   uint32_t table_count;
@@ -69,7 +70,7 @@ struct lookup_params {
   base::number weight_number;
   base::number out_number;
   kernels::pooling pooling;
-  cache::list_use misses;  // where the launch lists the items of warps that miss
+  cache::list_use misses;  // where a launch that looks no rows up lists the ids whose rows miss
 };
 static_assert(sizeof(lookup_params) == 368);
 
@@ -98,10 +99,10 @@ FW_DEVICE_NOINLINE void note_offset(cache::volume& v, uint64_t offset) {
   cache::note_failure(v.indices, v.errors->indices, offset, cache::kOffsets, 0);
 }
 
-// The `item`-th run of a table. `notes` says whether to note offsets that no bag can have.
+// The `item`-th run of a table.
 template <bool kPools>
 FW_DEVICE lookup_run run_at(const lookup_params& p, const lookup_table& t, uint64_t table,
-                            uint64_t item, bool notes) {
+                            uint64_t item) {
   const uint32_t whole = t.lanes * kLaneWords * t.word_bytes;
   const uint32_t bytes = t.words * t.word_bytes;
   const uint32_t tiles = (bytes + whole - 1) / whole;
@@ -123,7 +124,7 @@ FW_DEVICE lookup_run run_at(const lookup_params& p, const lookup_table& t, uint6
     // Ids before the first bag would be in none.
     const bool late = bag == 0 && r.begin != 0;
     if (late || r.begin > r.end || r.end > p.id_count) {
-      if (notes && tile_begin == 0 && (warp::lane() & (t.lanes - 1)) == 0)
+      if (tile_begin == 0 && (warp::lane() & (t.lanes - 1)) == 0)
         note_offset(*t.volume, late || r.begin > p.id_count ? r.begin : r.end);
       r.begin = r.end = 0;
     }

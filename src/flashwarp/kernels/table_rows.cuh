@@ -47,32 +47,14 @@ struct word_place {
   uint32_t bytes;
 };
 
-// How a warp serves one of its items. Only slow paths look at it, so it lies in memory.
-struct lookup_item {
-  const cache::list_use& misses;
-  uint64_t number = 0;  // among the launch's; or cache::whole_deferral::kNone: it is not deferred
-  // Whether a block took it from the list of misses. Who deferred it has noted its strays.
-  bool from_list = false;
-  bool deferred = false;
-  bool entered = false;  // whether the warp is a user of the list
-  // What the warp had counted when it began the item.
-  uint32_t hits = 0;
-  uint64_t bytes_used = 0;
-};
-
-// Loads one word for each lane that `wants`, however long that takes. If it `may_defer`, it defers
-// the item instead; the caller ends it before it stores anything. Zeros if a word cannot be read:
+// Loads one word for each lane that `wants`, however long that takes. Zeros if it cannot be read:
 // the error is in the volume's record. `failed` says so.
-FW_DEVICE_NOINLINE atomic::word16 load_missing(lookup_item& item, bool may_defer,
-                                               const cache::geometry& g, cache::line_cache& c,
+FW_DEVICE_NOINLINE atomic::word16 load_missing(const cache::geometry& g, cache::line_cache& c,
                                                cache::volume& v, lanes here, bool wants,
                                                word_place at, bool& failed) {
   load_table_word op = {at.offset, at.bytes, {0, 0, 0, 0}};
   cache::tally count;
-  const uint64_t number = may_defer ? item.number : cache::whole_deferral::kNone;
-  const cache::whole_deferral misses = {item.misses, item.entered, item.deferred, number};
-  const uint32_t status =
-      cache::access<policy>({g, c, v, here}, {at.line, wants}, op, count, misses);
+  const uint32_t status = cache::access<policy>({g, c, v, here}, {at.line, wants}, op, count);
   count.add_to(v, here);
   failed = wants && status != nvme::kSuccess;
   return wants && !failed ? op.value : atomic::word16{0, 0, 0, 0};
@@ -84,12 +66,11 @@ FW_DEVICE word_place place_of(const cache::geometry& g, const cache::volume& v, 
 }
 
 // The `k`-th scale of a table whose scales lie in an array, for each lane that `wants`.
-FW_DEVICE_NOINLINE float scale_in_array(lookup_item& item, bool may_defer, const table_scales& s,
-                                        lanes here, bool wants, uint64_t k) {
+FW_DEVICE_NOINLINE float scale_in_array(const table_scales& s, lanes here, bool wants, uint64_t k) {
   const uint32_t bytes = base::bytes_of(s.number);
   bool failed;
   const atomic::word16 word =
-      load_missing(item, may_defer, s.geometry, *s.cache, *s.volume, here, wants,
+      load_missing(s.geometry, *s.cache, *s.volume, here, wants,
                    place_of(s.geometry, *s.volume, k * bytes, bytes), failed);
   return number_at(&word.x, s.number, 0);
 }
@@ -119,15 +100,6 @@ FW_DEVICE void add_lookup_events(cache::volume& v, lookup_events& events) {
   events = lookup_events();
 }
 
-// Notes the ids out of bounds from `begin` on, below `end`, with a group of lanes.
-FW_DEVICE_NOINLINE void note_strays(const lookup_params& p, const lookup_table& t, uint64_t begin,
-                                    uint64_t end) {
-  for (uint64_t k = begin + (warp::lane() & (t.lanes - 1)); k < end; k += t.lanes) {
-    const uint64_t id = uint64_t(integer_at(p.ids, p.index_bytes, k));
-    if (id >= t.row_count) note_id(t, id);
-  }
-}
-
 // What a lane knows of one id, for all lanes of its group.
 struct found_row {
   uint64_t row;    // of the array
@@ -142,7 +114,7 @@ struct found_row {
 // Looks for the lines of the tile of one id for each lane, and fetches those that are missing.
 template <bool kPools>
 FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, const lookup_run& run,
-                             uint64_t k, lookup_item& item, lookup_events& events) {
+                             uint64_t k, lookup_events& events) {
   cache::volume& v = *t.volume;
   const cache::geometry& g = t.geometry;
   const lanes here = lanes::all();
@@ -150,7 +122,7 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
   const bool mine = k < run.end;
   const uint64_t id = mine ? uint64_t(integer_at(p.ids, p.index_bytes, k)) : 0;
   const bool stray = mine && id >= t.row_count;
-  if (stray && run.tile_begin == 0 && !item.from_list) note_id(t, id);
+  if (stray && run.tile_begin == 0) note_id(t, id);
   f.row = t.row_begin + id;
   f.wants = mine && !stray && !(kPools && id == t.padding);
   if (kPools && p.weights != nullptr && mine) f.weight = number_at(p.weights, p.weight_number, k);
@@ -171,15 +143,13 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
   if (here.any(f.wants && !f.first.found)) {
     if constexpr (kLooksAhead) events.quiet = 0;
     const word_place at = {line, 0, t.word_bytes};
-    const bool wants = f.wants && !f.first.found;
-    base::opaque (&load_missing)(item, true, g, *t.cache, v, here, wants, at, failed);
+    base::opaque (&load_missing)(g, *t.cache, v, here, f.wants && !f.first.found, at, failed);
     if (f.wants && !f.first.found) f.first = cache::probe(g, line);
   }
   if (t.straddles != 0 && here.any(two && !f.second.found)) {
     const word_place at = {line + 1, 0, t.word_bytes};
     bool lost = false;
-    const bool wants = two && !f.second.found;
-    base::opaque (&load_missing)(item, true, g, *t.cache, v, here, wants, at, lost);
+    base::opaque (&load_missing)(g, *t.cache, v, here, two && !f.second.found, at, lost);
     failed = failed || lost;
     if (two && !f.second.found) f.second = cache::probe(g, line + 1);
   }
@@ -193,12 +163,11 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
 
 // The scale of each lane's own row; of tables with several for a row, their first, so that all of
 // them are in the cache.
-FW_DEVICE float scale_of_row(lookup_item& item, const table_scales& s, lanes here, bool wants,
-                             uint64_t row) {
+FW_DEVICE float scale_of_row(const table_scales& s, lanes here, bool wants, uint64_t row) {
   float scale = 1.0f;
   const uint64_t at = (row >> s.row_shift) * s.stride;
   if (s.volume != nullptr) {
-    scale = base::opaque(&scale_in_array)(item, true, s, here, wants, at);
+    scale = base::opaque(&scale_in_array)(s, here, wants, at);
   } else if (wants) {
     scale = number_at(s.memory, s.number, at);
   }

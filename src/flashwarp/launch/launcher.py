@@ -343,7 +343,7 @@ class Launcher:
         row, bundle = self.format.row_bytes, self._bundle_of(count)
         which = (ids, count, 8, buffer, row)
         useful = min(warps, self._warps(count, bundle))
-        deferred = self.deferred(count, useful, bundle)
+        deferred = self.deferred(count, useful, self._bundle)
         packed = self._packing.pack(which, bundle, look_ahead=self.look_ahead(), deferred=deferred)
         params = packed + tail
         self._start("sum_gradients", sums, self._warps(count, bundle), stream)
@@ -577,6 +577,6 @@ def _lines_between(begin: int, end: int, line_bytes: int) -> int:
     return (end - 1) // line_bytes - begin // line_bytes + 1
 
 
-def deferred_by(launchers: Iterable[Launcher], rows: int, warps: int) -> Deferred:
-    """Return how a launch on several arrays defers: items one by one, by the list of one array."""
-    return max((each.deferred(rows, warps) for each in launchers), key=lambda how: how[2])
+def deferred_by(launchers: Iterable[Launcher], rows: int, warps: int, bundle: int = 1) -> Deferred:
+    """Return how a launch on several arrays defers its misses: by the list of one of them."""
+    return max((each.deferred(rows, warps, bundle) for each in launchers), key=lambda how: how[2])

@@ -20,9 +20,10 @@ from flashwarp.array.array import Array
 from flashwarp.array.turns import in_turns
 from flashwarp.device import DeviceMemory, PreparedLaunch
 from flashwarp.errors import ArgumentError, ClosedError
-from flashwarp.launch.launcher import deferred_by
+from flashwarp.launch.launcher import Launcher, deferred_by
 from flashwarp.launch.operands import Index
 from flashwarp.launch.order import in_order
+from flashwarp.launch.rows import NOT_DEFERRED, Deferred
 from flashwarp.table.structs import LookupParams, LookupTableStruct, TableScalesStruct
 
 # Lanes of a warp on a GPU, and bytes that a lane loads at a time.
@@ -228,6 +229,10 @@ class Ids:
     count: int
     nbytes: int
 
+    def part(self, first: int, count: int) -> Ids:
+        """Return so many of them."""
+        return Ids(self.address + first * self.nbytes, count, self.nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -235,6 +240,10 @@ class Weights:
 
     address: int
     number: Number
+
+    def behind(self, first: int) -> Weights:
+        """Return those from one on."""
+        return Weights(self.address + first * self.number.bits // 8, self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +256,18 @@ class Bags:
     offsets: int = 0
     offset_count: int = 0
     offset_bytes: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What two launches look up."""
+
+    ids: Ids
+    bags: Bags
+    first: int = 0
+    """The first of its bags."""
+    fetched: bool = False
+    """Whether a launch of its own fetches the lines before."""
 
 
 class Lookup:
@@ -333,12 +354,8 @@ class Lookup:
         if self._whole and out_number is self.tables[0].number:
             self._gather(ids, out, stream)
             return
-        count = ids.count // len(self.tables)
-        run = self._run(count)
-        bags = Bags(count, 1)
-        warps = self._warp_items(-(-count // run))
-        params = self._pack(ids, bags, Pooling.NONE, None, out, out_number, run, warps)
-        self._launch("look_up_rows", params, warps, ids, stream)
+        bags = Bags(ids.count // len(self.tables), 1)
+        self._look_up(ids, bags, Pooling.NONE, None, out, out_number, stream)
 
     def bags(
         self,
@@ -351,19 +368,92 @@ class Lookup:
         stream: int | None,
     ) -> None:
         """Pool the rows of each bag to one row of `out`; empty bags are zeros. As `rows`."""
-        warps = self._warp_items(bags.count)
-        params = self._pack(ids, bags, pooling, weights, out, out_number, 1, warps)
-        self._launch("look_up_bags", params, warps, ids, stream)
+        self._look_up(ids, bags, pooling, weights, out, out_number, stream)
 
     def prefetch(self, ids: Ids, bags: Bags | None, stream: int | None) -> None:
         """Start fetching the lines of rows into the cache; as `rows`, or with `bags` as `bags`."""
         if bags is None:
             bags = Bags(ids.count // len(self.tables), 1)
+        self._bring("prefetch_ids", ids, bags, Pooling.NONE, stream)
+
+    def _look_up(
+        self,
+        ids: Ids,
+        bags: Bags,
+        pooling: Pooling,
+        weights: Weights | None,
+        out: int,
+        out_number: Number,
+        stream: int | None,
+    ) -> None:
+        """Look rows up, or pool them.
+
+        A lookup that misses waits on every multiprocessor. So few blocks fetch the lines of a large
+        one before.
+        """
+        for piece in self._pieces(ids, bags):
+            if piece.fetched:
+                self._bring("fetch_ids", piece.ids, piece.bags, pooling, stream)
+            count = piece.bags.count
+            run = self._run(count) if pooling is Pooling.NONE else 1
+            warps = self._warp_items(-(-count // run))
+            factors = None if weights is None else weights.behind(piece.first * bags.ids_each)
+            to = out + piece.first * self.dim * out_number.bits // 8
+            params = self._pack(piece.ids, piece.bags, pooling, factors, to, out_number, run, warps)
+            name = "look_up_rows" if pooling is Pooling.NONE else "look_up_bags"
+            self._launch(name, params, warps, piece.ids, stream)
+
+    def _pieces(self, ids: Ids, bags: Bags) -> list[_Piece]:
+        """Divide a lookup, if its lines are fetched first, so that the cache has room for them."""
+        whole = _Piece(ids, bags)
+        if not self._deferred(ids.count, bags)[2]:
+            return [whole]
+        room = min(each.volume.cache.lines for each in self._launchers())
+        lines = ids.count * self._lines_per_row()
+        if len(self.tables) > 1 or bags.offsets or lines <= room // 2:
+            # Of more lines the first would be gone before their use.
+            return [dataclasses.replace(whole, fetched=lines <= room)]
+        most = max(1, bags.count * (room // 4) // lines)
+        if not self._deferred(most * bags.ids_each, bags)[2]:
+            return [whole]
+        pieces = []
+        for first in range(0, bags.count, most):
+            count = min(most, bags.count - first)
+            part = dataclasses.replace(bags, count=count)
+            pieces.append(
+                _Piece(ids.part(first * bags.ids_each, count * bags.ids_each), part, first, True)
+            )
+        return pieces
+
+    def _bring(self, name: str, ids: Ids, bags: Bags, pooling: Pooling, stream: int | None) -> None:
+        """Launch what brings the rows of all ids into the cache."""
+        each, warps = self._shares(ids.count, bags)
+        how = self._deferred(ids.count, bags)
+        params = self._pack(ids, bags, pooling, None, 0, Number.FLOAT32, each, warps, how)
+        self._launch(name, params, warps, ids, stream)
+
+    def _launchers(self) -> list[Launcher]:
+        return [array._attachment.launcher for array in self._arrays]
+
+    def _lines_per_row(self) -> int:
+        return max(each.lines_per_row for each in self._launchers())
+
+    def _shares(self, count: int, bags: Bags) -> tuple[int, int]:
+        """Return how many ids a warp brings at a time, and how often, for each table."""
+        each = 1
+        if not self._on_cpu:
+            # Few, because a warp copies one line after the other.
+            each = min(_LANES, max(1, count // self.device.warps_at_once))
         # With offsets all ids may be of one table.
-        most = ids.count if bags.offsets else bags.count * bags.ids_each
-        warps = -(-most // (1 if self._on_cpu else _LANES))
-        params = self._pack(ids, bags, Pooling.NONE, None, 0, Number.FLOAT32, 1, warps)
-        self._launch("prefetch_ids", params, warps, ids, stream)
+        most = count if bags.offsets else bags.count * bags.ids_each
+        return each, -(-most // each)
+
+    def _deferred(self, count: int, bags: Bags) -> Deferred:
+        """Return how a launch that brings so many rows leaves those that miss to few blocks."""
+        if self._on_cpu or count < _LANES:
+            return NOT_DEFERRED
+        warps = self._shares(count, bags)[1] * len(self.tables)
+        return deferred_by(self._launchers(), count, warps, _LANES)
 
     def _gather(self, ids: Ids, out: int, stream: int | None) -> None:
         """Copy whole rows as they are stored, as a gather of the array does."""
@@ -422,19 +512,19 @@ class Lookup:
         out_number: Number,
         run: int,
         warp_items: int,
+        deferred: Deferred = NOT_DEFERRED,
     ) -> bytes:
         """Return the bytes of `LookupParams`; raises if an array cannot be used."""
         for array in self._arrays:
             array._turns.check_usable()
         ahead = self._ids_ahead() if self._on_cpu else 0
-        launchers = (array._attachment.launcher for array in self._arrays)
         factors = (0, Number.FLOAT32) if weights is None else (weights.address, weights.number)
         return self._members + _CALL.pack(
             *(ids.address, bags.offsets, factors[0], out),
             *(ids.count, bags.count, bags.ids_each, bags.offset_count, self.dim, run),
             *(warp_items, ahead),
             *(len(self.tables), ids.nbytes, bags.offset_bytes, factors[1], out_number, pooling),
-            *deferred_by(launchers, ids.count, warp_items * len(self.tables)),
+            *deferred,
         )
 
     def _ids_ahead(self) -> int:

@@ -1,5 +1,6 @@
 // Tables: warps update rows by gradients while others look rows up and evict their lines.
 #include "flashwarp/kernels/table.cuh"
+#include "flashwarp/kernels/table_ids.cuh"
 #include "flashwarp/kernels/update.cuh"
 #include "simulator/miss_list.h"
 
@@ -272,7 +273,7 @@ FW_SCENARIO(lookups, "warps look rows up while these are updated, evicted and wr
 }
 
 FW_SCENARIO(deferral_tables,
-            "lookups and updates leave rows that miss to some warps, by one list") {
+            "fetches of ids and updates leave rows that miss to some warps, by one list") {
   Shape shape = shape_of_tables(run.random);
   shape.plain = false;
   shape.warps = kWidth == 32 ? 4 : 5;
@@ -293,14 +294,14 @@ FW_SCENARIO(deferral_tables,
     table.draw(ids, found, pools ? each * (1 + run.random.below(12)) : 2 * kWidth, run.random);
     kernels::lookup_params p =
         pools ? table.bags_of(ids, each, found) : table.lookup_of(ids, found);
-    p.misses = misses.next_launch(1, 1);
     const bool prefetches = run.random.chance(30);
     kernels::lookup_params ahead = p;
-    ahead.misses = misses.next_launch(1, 1);
-    ahead.warp_items = parts(uint32_t(ids.size()), kWidth);
+    ahead.misses = misses.next_launch(1, 1 + run.random.below(kWidth));
+    ahead.run = 1 + run.random.below(kWidth);
+    ahead.warp_items = parts(uint32_t(ids.size()), uint32_t(ahead.run));
     const auto look_up = [&](uint32_t index, uint32_t count) {
       become(index, count);
-      if (prefetches) fw_prefetch_ids(ahead);
+      prefetches ? fw_prefetch_ids(ahead) : fw_fetch_ids(ahead);
       pools ? fw_look_up_bags(p) : fw_look_up_rows(p);
     };
     if (pools) {
