@@ -339,7 +339,7 @@ FW_DEVICE bool start_fills(line_cache& c, volume& v, lanes here, bool asks, uint
 
 // How often a prefetch asks for a frame whose set is locked. The lock is held for a few loads only,
 // and a line that is not prefetched costs its reader a whole transfer.
-inline constexpr uint32_t kPrefetchTries = 4;
+inline constexpr uint32_t kPrefetchTries = 16;
 
 // Starts the fill of each lane's line, if the line is absent and a frame is free. Waits for ring
 // space only. In place the line is there when this returns. All lanes of `here` call together.
