@@ -450,6 +450,8 @@ class Lookup:
 
     def _deferred(self, count: int, bags: Bags) -> Deferred:
         """Return how a launch that brings so many rows leaves those that miss to few blocks."""
+        for array in self._arrays:
+            array._turns.check_usable()
         if self._on_cpu or count < _LANES:
             return NOT_DEFERRED
         warps = self._shares(count, bags)[1] * len(self.tables)
@@ -543,11 +545,13 @@ class Lookup:
             moved = ids.count * max(table.row_bytes for table in self.tables)
             warps = max(1, min(warps, moved // _BYTES_WORTH_A_THREAD))
         launch = self._kernels.launch_of(name, warps, len(params))
-        act = functools.partial(self._launch_in_turn, launch, params, ids, stream)
+        # The lookup counts the rows that are fetched for it.
+        rows = 0 if name == "fetch_ids" else ids.count
+        act = functools.partial(self._launch_in_turn, launch, params, rows, stream)
         in_turns(self._loads, act)
 
     def _launch_in_turn(
-        self, launch: PreparedLaunch, params: bytes, ids: Ids, stream: int | None
+        self, launch: PreparedLaunch, params: bytes, rows: int, stream: int | None
     ) -> None:
         # Taken before the look: what `close` frees later stays until the launch has ended.
         uses: list[object] = [] if self._memory is None else list(self._memory.owners)
@@ -557,7 +561,8 @@ class Lookup:
             for array in self._arrays:
                 array._turns.begin()
                 launcher = array._attachment.launcher
-                launcher.moved.add(ids.count)
+                if rows:
+                    launcher.moved.add(rows)
                 uses += launcher.wake()
             calls = [array._attachment.row_calls for array in self._arrays]
             # Uploads, and calls that are queued on the library's own stream, come first.
