@@ -5,6 +5,7 @@ python sanitized.py TOOL
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ import flashwarp as fw
 from demo.graph import BreadthFirstSearch
 from flashwarp import graphs
 from flashwarp._jit import compiler
+from flashwarp.table.lookup import Bags, Ids, Lookup, Number, Pooling, Table
 
 KERNELS = """
 #include "flashwarp/array.cuh"
@@ -57,6 +59,31 @@ def use_arrays(device: fw.device.CudaDevice, path: Path) -> None:
         program["use"](data, held, buffer, warps=16)
         data.wait()
         held.wait()
+
+
+def look_up(device: fw.device.CudaDevice, path: Path, rng: np.random.Generator) -> None:
+    """Pool bags of rows whose lines a block fetches before, and bring others into the cache."""
+    content = rng.integers(-8, 8, (4000, 100)).astype(np.float32)
+    np.save(path, content)
+    chosen = rng.integers(0, len(content), (250, 8))
+    os.environ["FLASHWARP_DRAIN_BLOCKS"] = "1"
+    with (
+        fw.open(path, device=device, cache="2 MiB", line=512) as x,
+        device.empty_array(chosen.shape, np.int64) as index,
+        device.empty_array((len(chosen), 100), np.float32) as out,
+    ):
+        device.upload(index.address, chosen.tobytes())
+        ids = Ids(index.address, chosen.size, 8)
+        bags = Bags(len(chosen), 8)
+        lookup = Lookup([Table(x, Number.FLOAT32, 100, range(len(content)))])
+        for _ in range(2):
+            lookup.bags(ids, bags, Pooling.SUM, None, out.address, Number.FLOAT32, None)
+            found = np.frombuffer(device.download(out.address, out.nbytes), np.float32)
+            assert (found.reshape(-1, 100) == content[chosen].sum(1)).all()
+            x.drop_cache()
+            lookup.prefetch(ids, None, None)
+        lookup.close()
+    del os.environ["FLASHWARP_DRAIN_BLOCKS"]
 
 
 def search(device: fw.device.CudaDevice, folder: Path) -> None:
@@ -102,6 +129,7 @@ def main(tool: str) -> None:
             x.scatter(np.arange(100), np.arange(100, dtype=np.int32))
         search(device, Path(folder) / "graph")
         use_arrays(device, Path(folder) / "data.npy")
+        look_up(device, Path(folder) / "table.npy", rng)
     device.close()
 
 
