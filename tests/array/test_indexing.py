@@ -26,6 +26,7 @@ from flashwarp.errors import (
     FlashwarpError,
     IndexDtypeError,
 )
+from flashwarp.launch.operands import rows_of
 from flashwarp.storage import Memory
 
 KEYS = int(os.environ.get("FLASHWARP_INDEXING_KEYS", "6000"))
@@ -685,3 +686,24 @@ def test_an_out_over_the_indices(shift: int) -> None:
         for read in (x.gather, x.gather_async):
             with pytest.raises(ArgumentError, match="overlaps the indices"):
                 read(idx, out=out)
+
+
+@pytest.mark.parametrize(
+    "none", [range(0)[::-1], range(3, 3), range(8, 8), slice(0, 0), slice(8, 3)]
+)
+def test_no_rows(none: Any) -> None:
+    """A reversed range of none begins at -1."""
+    content = np.arange(32, dtype=np.int32).reshape(8, 4)
+    with fw.open(Memory(content.copy()), "r+", "int32", (8, 4), device="cpu") as x:
+        if isinstance(none, range):
+            assert x.gather(none).shape == (0, 4)
+            x.scatter(none, np.zeros((0, 4), np.int32))
+            x.prefetch(none)
+        with fw.Pipeline(x, 2, depth=1) as batches:
+            batches.prefetch(none)
+            assert len(batches.take()) == 0
+            batches.write_back(none, np.zeros((0, 4), np.int32))
+            batches.flush()
+        assert (x[:] == content).all()
+    assert rows_of(none, 8) == range(0)
+    assert isinstance(none, slice) or rows_of(none, 8).start >= 0

@@ -191,3 +191,17 @@ def test_the_end_with_batches_in_flight(read):
     p.prefetch(sample())
     p.close()
     x.check()
+
+
+def test_a_reversed_range_of_no_rows_is_a_batch(device):
+    """It begins before the first row."""
+    memory = np.arange(32, dtype=np.int32).reshape(8, 4)
+    with (
+        fw.open(Memory(memory), "r+", "i4", (8, 4), device=device, cache="1 MiB") as x,
+        fw.Pipeline(x, 4) as p,
+    ):
+        p.write_back(range(0)[::-1], np.zeros((0, 4), np.int32))
+        p.prefetch(range(0)[::-1])
+        assert len(p.take()) == 0
+        p.flush()
+        assert (x[:] == np.arange(32).reshape(8, 4)).all()

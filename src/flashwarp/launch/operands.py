@@ -133,6 +133,8 @@ def rows_of(part: slice | range, length: int) -> range | npt.NDArray[np.int64]:
         part = range(*plain_slice(part).indices(length))
     if part and not (0 <= part[0] < length and 0 <= part[-1] < length):
         return host_index(part)
+    if not part:
+        return range(0)  # which begins nowhere: `range(0)[::-1]` before the first row
     if part.step == 1 or len(part) < 2:
         return range(part.start, part.start + len(part))
     return host_index(part)
