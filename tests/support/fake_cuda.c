@@ -140,9 +140,21 @@ CUresult cuGetExportTable(const void** exported, const void* id) {
   return kNotFound;
 }
 
+// How many GPUs there are, all with the same memory, and whether they reach each other's.
+static int device_count = 1;
+static int devices_reach = 1;
+void fake_devices(int count, int reach) {
+  device_count = count;
+  devices_reach = reach;
+}
+CUresult cuDeviceCanAccessPeer(int* can, int device, int peer) {
+  ENTER;
+  *can = device != peer && devices_reach;
+  return kSuccess;
+}
 CUresult cuDeviceGetCount(int* count) {
   ENTER;
-  *count = 1;
+  *count = device_count;
   return kSuccess;
 }
 CUresult cuDeviceGet(int* device, int ordinal) {
@@ -356,16 +368,22 @@ struct access {
 };
 enum { kHandle = 1000, kUnit = 2 << 20 };
 static const struct allocation_prop shared_memory = {1, 1, {1, 0}, NULL, {0}};
+static int is_shared(const struct allocation_prop* prop) {
+  struct allocation_prop found = *prop;
+  if (found.where.id < 0 || found.where.id >= device_count) return 0;
+  found.where.id = 0;
+  return memcmp(&found, &shared_memory, 16) == 0;
+}
 CUresult cuMemGetAllocationGranularity(size_t* unit, const struct allocation_prop* prop,
                                        int option) {
   ENTER_CONTEXT;
   *unit = kUnit;
-  return option == 0 && memcmp(prop, &shared_memory, 16) == 0 ? kSuccess : kInvalidValue;
+  return option == 0 && is_shared(prop) ? kSuccess : kInvalidValue;
 }
 CUresult cuMemCreate(uint64_t* handle, size_t size, const struct allocation_prop* prop,
                      uint64_t flags) {
   ENTER_CONTEXT;
-  if (flags != 0 || size % kUnit != 0 || memcmp(prop, &shared_memory, 16) != 0)
+  if (flags != 0 || size % kUnit != 0 || !is_shared(prop))
     return kInvalidValue;
   const int file = memfd_create("fake GPU", MFD_CLOEXEC);
   if (file < 0 || ftruncate(file, (off_t)size) != 0) return kOutOfMemory;
@@ -431,7 +449,11 @@ static int maps_read_only = 1;
 void fake_maps_read_only(int on) { maps_read_only = on; }
 CUresult cuMemSetAccess(uint64_t address, size_t size, const struct access* access, size_t count) {
   ENTER_CONTEXT;
-  if (count != 1 || access->where.type != 1 || access->where.id != 0) return kInvalidValue;
+  if (count == 0) return kInvalidValue;
+  for (size_t i = 0; i < count; i++) {
+    const struct location where = access[i].where;
+    if (where.type != 1 || where.id < 0 || where.id >= device_count) return kInvalidValue;
+  }
   if (access->flags != 3 && !maps_read_only) return 801;
   const int rights = access->flags == 3 ? PROT_READ | PROT_WRITE : PROT_READ;
   return mprotect((void*)address, size, rights) == 0 ? kSuccess : kInvalidValue;
@@ -1114,6 +1136,7 @@ static const struct {
     CALL(cuGetErrorName),
     CALL(cuGetErrorString),
     CALL(cuDeviceGetCount),
+    CALL(cuDeviceCanAccessPeer),
     CALL(cuDeviceGet),
     CALL(cuDeviceGetName),
     CALL(cuDeviceGetAttribute),

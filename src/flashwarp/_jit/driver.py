@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashwarp._jit.cuda_api import call_driver, driver, driver_version, import_package
@@ -87,6 +87,54 @@ class Context(ContextOfStreams):
         smallest = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         unit = int(call_driver("cuMemGetAllocationGranularity", wanted, smallest, doing=doing))
         return wanted, -(-nbytes // unit) * unit
+
+    def reaches(self, other: Context) -> bool:
+        """Whether kernels of this GPU may access the memory of another one."""
+        if other.ordinal == self.ordinal:
+            return True
+        devices = [call_driver("cuDeviceGet", each.ordinal) for each in (self, other)]
+        return bool(call_driver("cuDeviceCanAccessPeer", *devices))
+
+    def allocate_across(
+        self, contexts: Sequence[Context], nbytes: int
+    ) -> tuple[int, int, Callable[[], None]]:
+        """Uninitialized memory of several GPUs at one range of addresses, which all of them use.
+
+        Each GPU has an equal part, one behind the other. Returns the address, the bytes of a part,
+        which are rounded up, and what frees it.
+        """
+        cuda, doing = driver(), f"allocating {nbytes} bytes over {len(contexts)} GPUs"
+        each = -(-nbytes // len(contexts))
+        with self, contextlib.ExitStack() as failed:
+            part = max(context._shareable(cuda, each, doing)[1] for context in contexts)
+            whole = part * len(contexts)
+            address = int(call_driver("cuMemAddressReserve", whole, 0, 0, 0))
+            failed.callback(call_driver, "cuMemAddressFree", address, whole)
+            accesses = []
+            for i, context in enumerate(contexts):
+                wanted, _ = context._shareable(cuda, each, doing)
+                handle = call_driver("cuMemCreate", part, wanted, 0, doing=doing)
+                try:
+                    call_driver("cuMemMap", address + i * part, part, 0, handle, 0)
+                finally:
+                    call_driver("cuMemRelease", handle)  # the mapping keeps the memory
+                failed.callback(call_driver, "cuMemUnmap", address + i * part, part)
+                access = cuda.CUmemAccessDesc()
+                access.location = context._location(cuda)
+                access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+                accesses.append(access)
+            call_driver("cuMemSetAccess", address, whole, accesses, len(accesses), doing=doing)
+            failed.pop_all()
+
+        def free() -> None:
+            if self.usable:
+                for context in contexts:
+                    context.outlast_served()
+                for i in range(len(contexts)):
+                    self.call("cuMemUnmap", address + i * part, part)
+                self.call("cuMemAddressFree", address, whole)
+
+        return address, part, free
 
     def unmap_exported(self, address: int, nbytes: int) -> None:
         """End a mapping of `allocate_exported` or `map_exported`."""

@@ -130,6 +130,11 @@ class Attachment(endings.NotCopied):
             )
             service = controller.attach(storage, destination)
             made.callback(service.stop)
+            self._peers = peers = cache._peers
+            if peers is not None and line_begin is None:
+                line_begin = peers.lines_of(storage, storage.nbytes)
+                if line_begin is not None:
+                    made.callback(peers.leave, line_begin)
             volume = cache.attach(storage.nbytes, service.queues, line_begin)
             # In the order of `_end`: kernels of other arrays see the volume from now on.
             made.callback(cache.detach, volume)
@@ -213,7 +218,7 @@ class Attachment(endings.NotCopied):
 
     def note(self) -> str:
         """Return for `explain` what there is to say of how data moves, beside the route."""
-        return ""
+        return "" if self._peers is None else self._peers.note()
 
     # Waiting.
 
@@ -475,7 +480,8 @@ class Attachment(endings.NotCopied):
         if self.writable:
             steps.append(self.flush)
         steps.append(self._quiesce)
-        if not self._owns_cache:
+        begin = self.launcher.volume.line_begin
+        if not self._owns_cache and (self._peers is None or self._peers.is_last(begin)):
             steps.append(lambda: self._empty(drop_dirty=True))
         for step in steps:
             try:
@@ -514,6 +520,8 @@ class Attachment(endings.NotCopied):
         if failure is not None and not self._owns_cache and alive:
             self._forget_lines(failure)
         cache.detach(volume)
+        if self._peers is not None:
+            self._peers.leave(volume.line_begin)
         if self._owns_cache:
             cache.close()
         self._end_of_service()

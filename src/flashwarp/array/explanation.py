@@ -29,7 +29,7 @@ def explain(attachment: Attachment, why: str) -> Explanation:
         why = f"when it was opened, {why}"
     return Explanation(
         service.route,
-        "; ".join(filter(None, (service.reason, why))),
+        "; ".join(filter(None, (service.reason, why))) + attachment.note(),
         {
             # A caller may have closed the storage, which the service still serves.
             "storage": {"closed": True} if storage.closed else storage.describe(),

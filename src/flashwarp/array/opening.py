@@ -349,7 +349,7 @@ class _Request:
             # Without an array, a cache of capacity "auto" has none yet.
             make = functools.partial(
                 Cache,
-                getattr(cache, "capacity", "auto"),
+                getattr(cache, "capacity", "auto") if cache._peers is None else cache._wanted,
                 cache.line_bytes,
                 cache.ways,
                 cache.policy,
@@ -432,6 +432,8 @@ class _Plan:
         """Choose the route of files, then the cache, then the controllers."""
         if isinstance(self.cache, Cache) and not self.cache.owned:
             return self._open_as_client(self.cache, source, recipe)
+        if isinstance(self.cache, Cache) and self.cache._peers and self.access.writable:
+            raise ArgumentError('GPUs that share a cache, peers=, only read: use mode="r"')
         for part in source.parts:
             if isinstance(part, FilePart):
                 self.make_way(part.path)
@@ -448,7 +450,7 @@ class _Plan:
                 self.controller, storage, device, self.line_bytes
             )
             if isinstance(self.cache, Cache):
-                cache = self.cache
+                cache = self.cache._on(device)
                 cache._bind(device, storage.nbytes)
             else:
                 capacity = self._capacity(storage.nbytes, self.cache)
@@ -458,7 +460,7 @@ class _Plan:
                 RowFormat(source.dtype, shape),
                 writable=self.access.writable,
                 cache=cache,
-                owns_cache=cache is not self.cache,
+                owns_cache=not isinstance(self.cache, Cache),
                 controller=controller,
                 release_storage=opened.close,
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -40,6 +41,7 @@ from flashwarp.nvme.queue_pair import ROUTES
 from flashwarp.policy import POLICIES, Policy, resolve_policy
 
 if TYPE_CHECKING:
+    from flashwarp.cache.peers import Peers
     from flashwarp.cache.shared import Client, Owner
 
 _COUNTER_SHARDS = 64
@@ -170,6 +172,11 @@ class Cache(endings.OfProcess):
         owns a cache of this name, this one becomes its client: without a capacity it takes the
         cache as it is, and with one everything must agree. Otherwise this process becomes the
         owner, which needs a capacity in bytes.
+    peers : sequence of Device or str, optional
+        GPUs of this process that share the cache, such as ``["cuda:0", "cuda:1"]``. Each gives
+        `capacity` bytes, which add up: a line lies on one of them, and all read it there. Open the
+        file once for each, ``fw.open(path, device="cuda:1", cache=cache)``, to read. Such arrays
+        have a policy of their own, for `fw.compile`: ``policy=x.cache.policy``.
 
     Attributes
     ----------
@@ -227,10 +234,12 @@ class Cache(endings.OfProcess):
         host_memory: int | str | None = None,
         *,
         shared: str | None = None,
+        peers: Sequence[object] | None = None,
     ) -> None:
         super().__init__()
         self._owner: Owner | None = None
         self._client: Client | None = None
+        self._peers: Peers | None = None
         self.shared = shared
         if capacity is None and shared is None:
             raise CacheError('a cache needs a capacity, such as "1 GiB" or "auto"')
@@ -266,26 +275,35 @@ class Cache(endings.OfProcess):
         self._asked_device = None if device is None else resolve(device)
         if self._wanted is not None:
             self._divide(self._wanted)
-        if shared is not None:
+        if peers is not None:
+            from flashwarp.cache.peers import Peers  # most programs have one GPU
+
+            self._peers = Peers(self, peers)
+            self.capacity = self._peers.capacity
+        elif shared is not None:
             endings.uninterrupted(partial(self._share, shared, automatic), lambda _: self._close())
         elif self._wanted is not None and self._asked_device is not None:
             self._allocate(self._asked_device)
 
+    def _take(self, memory: CacheMemory, device: Device) -> None:
+        self._memory = memory
+        self.address, self.geometry = memory.metadata.address, memory.geometry
+        self.metadata_bytes = memory.metadata_bytes
+        self.device = device
+        device.carries.add(self)
+
+    def _on(self, device: Device) -> Cache:
+        """Return the cache for an array on this device: this one, or the device's among peers."""
+        return self if self._peers is None else self._peers.on(device)
+
     def _share(self, name: str, automatic: bool) -> None:
         """Own the shared cache of this name, or become a client of its owner."""
-        from flashwarp.cache.shared import Client, Owner, meet  # most programs share nothing
-        from flashwarp.sharing.names import OwnerLock, check_name
+        from flashwarp.cache.shared import Client, Owner, join  # most programs share nothing
 
-        check_name(name)
-        if automatic:
-            raise CacheError(
-                'capacity="auto" depends on the first array, and a shared cache has its memory '
-                "before: give bytes, or leave the capacity out to use the owner's"
-            )
-        met = meet(name, may_own=self._wanted is not None)
+        met = join(name, self._wanted, automatic, self._asked_device)
         self._kept = True
-        if not isinstance(met, OwnerLock):
-            self._become_client(Client.of(met, self._asked_device))
+        if isinstance(met, Client):
+            self._become_client(met)
             return
         self._owner = Owner(name, met)
         try:
@@ -416,13 +434,10 @@ class Cache(endings.OfProcess):
     def _allocate(self, device: Device) -> None:
         owner = self._owner
         allocate = device.allocate if owner is None else partial(owner.allocate, device)
-        self._memory = memory = CacheMemory.allocated(
+        memory = CacheMemory.allocated(
             device, allocate, self.set_count, self.ways, self.line_bytes, self._tier, self.policy
         )
-        self.address, self.geometry = memory.metadata.address, memory.geometry
-        self.metadata_bytes = memory.metadata_bytes
-        self.device = device
-        device.carries.add(self)
+        self._take(memory, device)
 
     @property
     def frames(self) -> tuple[int, int]:
@@ -569,6 +584,8 @@ class Cache(endings.OfProcess):
             self._closed = True
             if client is not None:
                 client.close()
+            elif self._peers is not None and not self._has_memory:
+                self._peers.close()
             else:
                 self._free()
 

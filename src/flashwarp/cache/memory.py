@@ -36,6 +36,8 @@ class CacheMemory:
     more: DeviceMemory | None = None
     """The frames of the host tier; or of a client, the owner's metadata, which has the tags."""
     metadata_bytes: int = 0
+    borrowed: bool = False
+    """Whether all but the metadata is another's, which closes it."""
 
     @classmethod
     def allocated(
@@ -98,6 +100,21 @@ class CacheMemory:
         device.upload(metadata.address, bytes(struct))
         return made
 
+    def for_gpu(self, home: Device, device: Device) -> CacheMemory:
+        """Allocate the structs of a GPU that shares the cache: they name its own queues.
+
+        `home` is where this memory was allocated.
+        """
+        metadata = device.allocate(_END_OF_VOLUMES)
+        made = CacheMemory(
+            self.geometry, metadata, self.frames, self.metadata, self.metadata_bytes, borrowed=True
+        )
+        there = home.download(self.metadata.address, ctypes.sizeof(LineCacheStruct))
+        struct = LineCacheStruct.from_buffer_copy(there)
+        struct.volumes = made.volumes
+        device.upload(metadata.address, bytes(struct))
+        return made
+
     @property
     def volumes(self) -> int:
         """Address of the table of volumes."""
@@ -111,7 +128,10 @@ class CacheMemory:
 
     def close(self) -> None:
         """Free it. May be called twice."""
-        _close(self.metadata, self.frames, self.more)
+        if self.borrowed:
+            self.metadata.close()
+        else:
+            _close(self.metadata, self.frames, self.more)
 
 
 def _close(*memory: DeviceMemory | None) -> None:

@@ -20,7 +20,7 @@ from flashwarp.cache.sizes import geometry_of
 from flashwarp.cache.structs import GeometryStruct
 from flashwarp.device import Device, DeviceMemory, find, shared_memory
 from flashwarp.device.memory import Exported
-from flashwarp.errors import SharedCacheError
+from flashwarp.errors import CacheError, SharedCacheError
 from flashwarp.sharing import names, sessions_of
 from flashwarp.sharing.connection import Connection
 from flashwarp.sharing.listener import Answer, Listener, Session
@@ -331,3 +331,17 @@ class Client:
         self.connection.close()
         self.metadata.close()
         self.frames.close()
+
+
+def join(
+    name: str, wanted: int | None, automatic: bool, device: Device | None
+) -> names.OwnerLock | Client:
+    """Return what the owner of a shared cache needs, or its client if there is an owner."""
+    names.check_name(name)
+    if automatic:
+        raise CacheError(
+            'capacity="auto" depends on the first array, and a shared cache has its memory before: '
+            "give bytes, or leave the capacity out to use the owner's"
+        )
+    met = meet(name, may_own=wanted is not None)
+    return met if isinstance(met, names.OwnerLock) else Client.of(met, device)

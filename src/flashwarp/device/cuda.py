@@ -117,6 +117,15 @@ class CudaDevice(Device):
         self.fill(address, 0, nbytes)
         return Exported(memory, descriptor, 0)
 
+    def allocate_across(self, devices: Sequence[CudaDevice], nbytes: int) -> DeviceMemory:
+        """Allocate zeroed memory, an equal part on each GPU, that all of them use."""
+        contexts = [each.context for each in devices]
+        address, part, free = self.context.allocate_across(contexts, positive(nbytes))
+        memory = DeviceMemory(self, address, nbytes, free, on_host=False)
+        for i, device in enumerate(devices):
+            device.fill(address + i * part, 0, part)
+        return memory
+
     def map_exported(self, descriptor: int, nbytes: int) -> DeviceMemory:
         writable = False
         try:

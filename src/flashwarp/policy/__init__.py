@@ -34,6 +34,9 @@ class Policy:
         is included before it.
     keeps_words : bool
         Whether it uses the 32-bit word of each line that `fw::cache::policy_word` finds.
+    shared_by_gpus : bool
+        Whether kernels are compiled for caches that GPUs share, ``fw.Cache(peers=...)``: arrays on
+        such a cache have a policy that says so, ``x.cache.policy``, and kernels need it.
 
     Notes
     -----
@@ -62,6 +65,8 @@ class Policy:
     name: str
     source: str
     keeps_words: bool = True
+    shared_by_gpus: bool = False
+    """Whether its caches lie in the memory of several GPUs, of which each runs kernels on them."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -137,9 +142,8 @@ class Policy:
     @property
     def options(self) -> tuple[str, ...]:
         """The compiler options that select it; none for the default policy."""
-        if self.name == "clock":
-            return ()
-        return self._selecting(self.struct)
+        chosen = () if self.name == "clock" else self._selecting(self.struct)
+        return (*chosen, "-DFW_SYSTEM_SCOPE=1") if self.shared_by_gpus else chosen
 
     @property
     def options_for_clients(self) -> tuple[str, ...]:
@@ -159,7 +163,7 @@ class Policy:
         return f'#include "{header}"\n#line 1 "policy {self.name}"\n{self.source}\n'
 
     def __repr__(self) -> str:
-        return f"Policy({self.name!r})"
+        return f"Policy({self.name!r}{', shared_by_gpus=True' if self.shared_by_gpus else ''})"
 
 
 # By name: whether it keeps words.

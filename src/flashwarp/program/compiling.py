@@ -160,6 +160,10 @@ def _strings(what: str, values: Sequence[str]) -> tuple[str, ...]:
     return tuple(values)
 
 
+def _named(policy: Policy) -> str:
+    return repr(policy if policy.shared_by_gpus else policy.name)
+
+
 def _define_options(defines: Mapping[str, Define] | None) -> list[str]:
     options: list[str] = []
     if defines is None:
@@ -366,8 +370,9 @@ class Kernel(endings.NotCopied):
                 continue  # only the owner's fills ask the policy
             if wanted is not self._policy and wanted != self._policy:
                 raise ArgumentError(
-                    f"{self.name} was compiled for caches with policy {self._policy.name!r}, and "
-                    f"an array's cache has {wanted.name!r}: compile it with policy={wanted.name!r}"
+                    f"{self.name} was compiled for caches with policy {_named(self._policy)}, and "
+                    f"an array's cache has {_named(wanted)}: compile it with "
+                    f"policy={'x.cache.policy' if wanted.shared_by_gpus else repr(wanted.name)}"
                 )
 
     def __repr__(self) -> str:

@@ -114,6 +114,14 @@ typedef unsigned long long uintptr_t;
 #define FW_POLICY_WORDS 1
 #endif
 
+// Whether GPUs share the caches of this program: then operations have system scope.
+#if defined(FW_SYSTEM_SCOPE)
+#define FW_SCOPE "sys"
+#else
+#define FW_SYSTEM_SCOPE 0
+#define FW_SCOPE "gpu"
+#endif
+
 // ThreadSanitizer needs every racy access to be an atomic operation; see base/atomic.cuh.
 #if defined(__SANITIZE_THREAD__)
 #define FW_TSAN 1
@@ -133,6 +141,8 @@ typedef unsigned long long uintptr_t;
 #endif
 
 namespace fw::base {
+
+inline constexpr bool kGpusShare = FW_SYSTEM_SCOPE != 0;
 
 #if defined(FW_SIMULATOR)
 using site = simulator::site;

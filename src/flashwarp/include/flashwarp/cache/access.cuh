@@ -343,6 +343,9 @@ inline constexpr uint32_t kPrefetchTries = 16;
 
 // Starts the fill of each lane's line, if the line is absent and a frame is free. Waits for ring
 // space only. In place the line is there when this returns. All lanes of `here` call together.
+//
+// If GPUs share the cache, no fill is left in flight for which nobody waits: a kernel of another
+// GPU, which does not drain our queues, would wait for it until one of ours runs.
 template <typename Policy>
 FW_DEVICE_NOINLINE void prefetch(line_cache& c, volume& v, lanes here, bool wants, uint64_t line,
                                  tally& count) {
@@ -351,6 +354,7 @@ FW_DEVICE_NOINLINE void prefetch(line_cache& c, volume& v, lanes here, bool want
   const lanes missing = here.ballot(absent);
   if (!missing) return;
   bool asks = absent && missing.match(line).leads();
+  if constexpr (base::kGpusShare) asks = plain_source_of(c, v, here, line).open && asks;
   if constexpr (kKernelsAskOwner) {
     if (c.owner != nullptr) {
       // The access counts, as a hit or as a miss.

@@ -1,0 +1,116 @@
+"""A cache that two GPUs share, whose lines each reads in the memory of both."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp.errors import ArgumentError, DeviceError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+ROWS, WIDTH = 20_000, 1024
+WAYS = {
+    "in place": {},
+    "bounce": {"controller": fw.nvme.SoftwareController(route="bounce")},
+    "o_direct": {"o_direct": True},
+}
+SUM = """
+#include "flashwarp/array.cuh"
+FW_KERNEL sums(fw::array<const int32_t> x, uint64_t* sum, uint64_t stride) {
+  uint64_t mine = 0;
+  const uint64_t threads = fw::base::thread_count();
+  for (uint64_t i = fw::base::thread_index(); i * stride < x.size(); i += threads) {
+    mine += x[i * stride];
+  }
+  fw::atomic::add_relaxed(sum, mine);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def devices():
+    with fw.device.CudaDevice(0) as first:
+        try:
+            second = fw.device.CudaDevice(1)
+        except DeviceError:
+            pytest.skip("there is one GPU")
+        with second:
+            yield [first, second]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    path = tmp_path_factory.mktemp("peers") / "a.npy"
+    content = np.random.default_rng(3).integers(0, 1 << 30, (ROWS, WIDTH), np.int32)
+    np.save(path, content)
+    return path, content
+
+
+@pytest.mark.parametrize("policy", ["clock", "s3_fifo"])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_line_is_read_once(devices, table, way, policy):
+    path, content = table
+    rng = np.random.default_rng(1)
+    with fw.Cache("80 MiB", peers=devices, policy=policy) as cache:
+        arrays = [fw.open(path, device=each, cache=cache, **WAYS[way]) for each in devices]
+        for _ in range(3):
+            for x in arrays:
+                index = rng.permutation(ROWS)[: ROWS // 2]
+                assert (x.gather(index) == content[index]).all()
+        misses = sum(x.stats.misses for x in arrays)
+        evictions = sum(x.stats.evictions for x in arrays)
+        assert misses - evictions <= ROWS + 1, "each line is there once"
+        for x in arrays:
+            x.close()
+
+
+@pytest.mark.parametrize("line", [512, 4096])
+@pytest.mark.parametrize("way", ["in place", "bounce"])
+def test_both_read_at_once_while_lines_are_evicted(devices, table, way, line):
+    path, content = table
+    wrong = []
+    with fw.Cache("2 MiB", peers=devices, line=line) as cache:
+        arrays = [fw.open(path, device=each, cache=cache, **WAYS[way]) for each in devices]
+
+        def read(x, seed):
+            rng = np.random.default_rng(seed)
+            for _ in range(60):
+                index = rng.integers(0, 1500, 3000)
+                if not (x.gather(index) == content[index]).all():
+                    wrong.append(seed)
+
+        running = [threading.Thread(target=read, args=(x, k)) for k, x in enumerate(arrays * 2)]
+        for each in running:
+            each.start()
+        for each in running:
+            each.join()
+        assert not wrong
+        for x in arrays:
+            x.close()
+
+
+def test_kernels_read_elements_of_both(devices, table):
+    path, content = table
+    with fw.Cache("60 MiB", peers=devices) as cache:
+        arrays = [fw.open(path, device=each, cache=cache) for each in devices]
+        stride = 97
+        expected = int(content.reshape(-1)[::stride].astype(np.int64).sum())
+        sums = []
+        for x in arrays:  # both run at once
+            program = fw.compile(SUM, x.device, policy=x.cache.policy)
+            sums.append(x.device.empty_array((1,), np.uint64))
+            x.device.fill(sums[-1].address, 0, 8)
+            program["sums"](x, sums[-1], stride)
+        for x, each in zip(arrays, sums, strict=True):
+            x.wait()
+            found = int.from_bytes(x.device.download(each.address, 8), "little")
+            assert found == expected
+            each.close()
+        with pytest.raises(ArgumentError, match="policy"):
+            fw.compile(SUM, devices[0])["sums"](arrays[0], 0, 1)
+        for x in arrays:
+            x.close()
