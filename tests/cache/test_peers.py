@@ -135,6 +135,24 @@ def a_file_that_was_rewritten_is_another() -> None:
             assert (y[:] == content()).all()
 
 
+def lines_are_gone_when_all_arrays_are() -> None:
+    """Also if they close at the same time; another file gets the numbers."""
+    devices = gpus(2)
+    with fw.Cache("1 MiB", peers=devices) as cache:
+        for k in range(20):
+            rows = content() + k
+            arrays = on_each(cache, devices, Memory(rows, writable=False), dtype="i4",
+                             shape=(ROWS, WIDTH))  # fmt: skip
+            for x in arrays:
+                assert (x.gather(np.arange(0, ROWS, 3)) == rows[::3]).all()
+            closing = [threading.Thread(target=x.close) for x in arrays]
+            for each in closing:
+                each.start()
+            for each in closing:
+                each.join()
+            assert not cache._peers._lines
+
+
 def without_access_each_has_its_own() -> None:
     devices = gpus(2, reach=False)
     with fw.Cache("1 MiB", peers=devices) as cache:
@@ -200,6 +218,7 @@ def memory_is_given_back() -> None:
         threads_of_all_gpus_read_more_than_the_caches_hold,
         kernels_are_compiled_for_it,
         a_file_that_was_rewritten_is_another,
+        lines_are_gone_when_all_arrays_are,
         without_access_each_has_its_own,
         what_cannot_be_is_refused,
         memory_is_given_back,

@@ -131,10 +131,12 @@ class Attachment(endings.NotCopied):
             service = controller.attach(storage, destination)
             made.callback(service.stop)
             self._peers = peers = cache._peers
+            self._is_last: bool | None = None
             if peers is not None and line_begin is None:
                 line_begin = peers.lines_of(storage, storage.nbytes)
                 if line_begin is not None:
                     made.callback(peers.leave, line_begin)
+                    made.callback(peers.begin_to_leave, line_begin)
             volume = cache.attach(storage.nbytes, service.queues, line_begin)
             # In the order of `_end`: kernels of other arrays see the volume from now on.
             made.callback(cache.detach, volume)
@@ -480,8 +482,7 @@ class Attachment(endings.NotCopied):
         if self.writable:
             steps.append(self.flush)
         steps.append(self._quiesce)
-        begin = self.launcher.volume.line_begin
-        if not self._owns_cache and (self._peers is None or self._peers.is_last(begin)):
+        if not self._owns_cache and self._leaves_lines():
             steps.append(lambda: self._empty(drop_dirty=True))
         for step in steps:
             try:
@@ -493,6 +494,14 @@ class Attachment(endings.NotCopied):
             if not self.device.alive():
                 break
         return failure
+
+    def _leaves_lines(self) -> bool:
+        """Return, once, whether no array on another GPU has the same lines; among peers."""
+        if self._peers is None:
+            return True
+        if self._is_last is None:
+            self._is_last = self._peers.begin_to_leave(self.launcher.volume.line_begin)
+        return self._is_last
 
     def _quiesce(self) -> None:
         self.maintain("quiesce", warps=self.launcher.service.queues.count)
@@ -521,6 +530,7 @@ class Attachment(endings.NotCopied):
             self._forget_lines(failure)
         cache.detach(volume)
         if self._peers is not None:
+            self._leaves_lines()  # after a fault nothing was emptied
             self._peers.leave(volume.line_begin)
         if self._owns_cache:
             cache.close()

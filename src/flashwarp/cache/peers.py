@@ -109,7 +109,7 @@ class Peers:
     def lines_of(self, storage: Namespace, nbytes: int) -> int | None:
         """Return the first line number of a storage, which arrays on all GPUs share.
 
-        Each must be given back by `leave`. None: each GPU has a cache of its own.
+        `begin_to_leave` and `leave` give it back. None: each GPU has a cache of its own.
         """
         if not self.reach:
             return None
@@ -126,19 +126,25 @@ class Peers:
             found.users += 1
             return found.begin
 
-    def is_last(self, begin: int) -> bool:
-        """Whether no other array has the lines from there on; if so, the caller empties them."""
-        with self._lock:
-            return all(each.users <= 1 for each in self._lines.values() if each.begin == begin)
+    def begin_to_leave(self, begin: int) -> bool:
+        """Note that an array with these line numbers is being closed.
 
-    def leave(self, begin: int) -> None:
-        """Note that an array with these line numbers is closed."""
+        Returns whether it was the last: then it empties the lines. Nobody else gets the numbers
+        before `leave`.
+        """
         with self._lock:
-            for key, each in list(self._lines.items()):
+            for each in self._lines.values():
                 if each.begin == begin:
                     each.users -= 1
-                    if each.users == 0:
-                        del self._lines[key]
+                    return each.users == 0
+        return True
+
+    def leave(self, begin: int) -> None:
+        """Let others have the line numbers, unless another array has them by now."""
+        with self._lock:
+            for key, each in list(self._lines.items()):
+                if each.begin == begin and each.users == 0:
+                    del self._lines[key]
 
     def note(self) -> str:
         """Say for `explain` where the lines are."""
