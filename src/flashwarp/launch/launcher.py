@@ -355,6 +355,11 @@ class Launcher:
         return self._deferral.of(rows * self.lines_per_row, warps, bundle, self._deferral.blocks)
 
     @property
+    def deferred_from(self) -> int:
+        """How many rows a launch has at least that defers misses; 0: none does."""
+        return self._deferral.count_min(self.lines_per_row)
+
+    @property
     def lines_per_row(self) -> int:
         """The most lines that one row touches."""
         return self._packing.segments

@@ -318,6 +318,10 @@ class Lookup:
         self._counting = (rows.stop, rows.start, 0)
         self._whole = len(self.tables) == 1 and self.tables[0].whole
         self._longest_run = min(table.lanes for table in self.tables)
+        self._deferred_from = 0
+        if not self._on_cpu:
+            counts = [each.deferred_from for each in self._launchers()]
+            self._deferred_from = min(filter(None, counts), default=0)
 
     @property
     def dim(self) -> int:
@@ -452,7 +456,7 @@ class Lookup:
         """Return how a launch that brings so many rows leaves those that miss to few blocks."""
         for array in self._arrays:
             array._turns.check_usable()
-        if self._on_cpu or count < _LANES:
+        if not 0 < self._deferred_from <= count:
             return NOT_DEFERRED
         warps = self._shares(count, bags)[1] * len(self.tables)
         return deferred_by(self._launchers(), count, warps, _LANES)
