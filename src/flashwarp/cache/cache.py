@@ -476,10 +476,7 @@ class Cache(endings.OfProcess):
             raise CacheError("only the owner of the shared cache has the policy's refusals")
         if not self._has_memory:
             return self._refused
-        victims = self.address + LineCacheStruct.refusals.offset
-        places = ((victims, 4), (self.geometry.tags - 8, 8))
-        words = (self.device.download(place, nbytes) for place, nbytes in places)
-        return self._refused + sum(int.from_bytes(word, "little") for word in words)
+        return self._refused + self._memory.refusals(self.device)
 
     def attach(self, nbytes: int, queues: Queues, begin: int | None = None) -> Volume:
         """Give an array of `nbytes` a range of line numbers and an entry of the volume table.

@@ -115,6 +115,13 @@ class CacheMemory:
         device.upload(metadata.address, bytes(struct))
         return made
 
+    def refusals(self, device: Device) -> int:
+        """Count what the policy was refused: victims, and what `policy_refusals` has."""
+        victims = self.metadata.address + LineCacheStruct.refusals.offset
+        places = ((victims, 4), (self.geometry.tags - 8, 8))
+        words = (device.download(place, nbytes) for place, nbytes in places)
+        return sum(int.from_bytes(word, "little") for word in words)
+
     @property
     def volumes(self) -> int:
         """Address of the table of volumes."""
