@@ -36,8 +36,9 @@ def content() -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.arange(ROWS * WIDTH, dtype=np.int32).reshape(ROWS, WIDTH)
 
 
-def gpus(count: int = 2, *, reach: bool = True) -> list[CudaDevice]:
-    fake().fake_devices(count, int(reach))
+def gpus(count: int = 2, *, reach: int = 1) -> list[CudaDevice]:
+    """Make GPUs that do not reach each other, do, or do without atomics: 0, 1, 2."""
+    fake().fake_devices(count, reach)
     return [host_kernels.gpu(), *(CudaDevice(i) for i in range(1, count))]
 
 
@@ -154,15 +155,16 @@ def lines_are_gone_when_all_arrays_are() -> None:
 
 
 def without_access_each_has_its_own() -> None:
-    devices = gpus(2, reach=False)
-    with fw.Cache("1 MiB", peers=devices) as cache:
-        x, y = on_each(cache, devices, file())
-        assert x.cache.policy == y.cache.policy == POLICIES["clock"]
-        assert (x[:] == content()).all()
-        assert (y[:] == content()).all()
-        assert "do not reach" in str(y.explain())
-        x.close()
-        y.close()
+    for reach in (0, 2):
+        devices = gpus(2, reach=reach)
+        with fw.Cache("1 MiB", peers=devices) as cache:
+            x, y = on_each(cache, devices, file())
+            assert x.cache.policy == y.cache.policy == POLICIES["clock"]
+            assert (x[:] == content()).all()
+            assert (y[:] == content()).all()
+            assert "do not reach" in str(y.explain())
+            x.close()
+            y.close()
 
 
 def what_cannot_be_is_refused() -> None:

@@ -140,7 +140,8 @@ CUresult cuGetExportTable(const void** exported, const void* id) {
   return kNotFound;
 }
 
-// How many GPUs there are, all with the same memory, and whether they reach each other's.
+// How many GPUs there are, all with the same memory, and whether they reach each other's: 2 means
+// without atomics.
 static int device_count = 1;
 static int devices_reach = 1;
 void fake_devices(int count, int reach) {
@@ -150,6 +151,12 @@ void fake_devices(int count, int reach) {
 CUresult cuDeviceCanAccessPeer(int* can, int device, int peer) {
   ENTER;
   *can = device != peer && devices_reach;
+  return kSuccess;
+}
+CUresult cuDeviceGetP2PAttribute(int* value, int attribute, int device, int peer) {
+  ENTER;
+  if (attribute != 3 || device == peer) return kInvalidValue;
+  *value = devices_reach == 1;
   return kSuccess;
 }
 CUresult cuDeviceGetCount(int* count) {
@@ -1137,6 +1144,7 @@ static const struct {
     CALL(cuGetErrorString),
     CALL(cuDeviceGetCount),
     CALL(cuDeviceCanAccessPeer),
+    CALL(cuDeviceGetP2PAttribute),
     CALL(cuDeviceGet),
     CALL(cuDeviceGetName),
     CALL(cuDeviceGetAttribute),

@@ -89,11 +89,17 @@ class Context(ContextOfStreams):
         return wanted, -(-nbytes // unit) * unit
 
     def reaches(self, other: Context) -> bool:
-        """Whether kernels of this GPU may access the memory of another one."""
+        """Whether kernels of this GPU may access the memory of another one, also by atomics.
+
+        Over NVLink they may; over PCIe there are no atomics.
+        """
         if other.ordinal == self.ordinal:
             return True
         devices = [call_driver("cuDeviceGet", each.ordinal) for each in (self, other)]
-        return bool(call_driver("cuDeviceCanAccessPeer", *devices))
+        if not call_driver("cuDeviceCanAccessPeer", *devices):
+            return False
+        asked = driver().CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+        return bool(call_driver("cuDeviceGetP2PAttribute", asked, *devices))
 
     def allocate_across(
         self, contexts: Sequence[Context], nbytes: int

@@ -151,7 +151,9 @@ class Peers:
         names = " and ".join(each.name for each in self.devices)
         if self.reach:
             return f"; its lines are in the memory of {names}, each once"
-        return f"; {names} do not reach each other's memory, so each has a cache of its own"
+        return (
+            f"; {names} do not reach each other's memory by atomics, so each has a cache of its own"
+        )
 
     def close(self) -> None:
         """Free the memory. Raises CacheError while arrays are attached."""
