@@ -116,7 +116,7 @@ class CacheMemory:
         return made
 
     def refusals(self, device: Device) -> int:
-        """Count what the policy was refused: victims, and what `policy_refusals` has."""
+        """Return how often the policy was refused a victim, a way or a word."""
         victims = self.metadata.address + LineCacheStruct.refusals.offset
         places = ((victims, 4), (self.geometry.tags - 8, 8))
         words = (device.download(place, nbytes) for place, nbytes in places)

@@ -178,7 +178,7 @@ def _gpus(devices: Sequence[object]) -> list[CudaDevice]:
 
 
 def _identity(storage: Namespace) -> Hashable:
-    """What tells whether two storages are the same bytes; of others, nothing does."""
+    """Return a key that storages of the same bytes share; any other storage has its own."""
     if isinstance(storage, Memory):
         return storage.address, storage.nbytes
     if isinstance(storage, File):

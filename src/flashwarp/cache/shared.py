@@ -336,7 +336,10 @@ class Client:
 def join(
     name: str, wanted: int | None, automatic: bool, device: Device | None
 ) -> names.OwnerLock | Client:
-    """Return what the owner of a shared cache needs, or its client if there is an owner."""
+    """Join the processes that share a cache of this name.
+
+    Returns the lock of its owner, if there was none, or a client of the owner.
+    """
     names.check_name(name)
     if automatic:
         raise CacheError(

@@ -88,8 +88,8 @@ def _map(descriptor: int, nbytes: int, *, writable: bool) -> Mapped:
 def take_huge_pages(owners: Sequence[object], nbytes: int) -> None:
     """Take huge pages for all of the memory that `owners` keep mapped, while they do.
 
-    At the first access Linux takes small ones for such memory by default. Does nothing if the
-    memory would need most of what is left to the system.
+    At the first access Linux takes small ones for such memory by default. Does nothing if that
+    took more than three quarters of the memory that the system has left.
     """
     if host_memory.available_bytes() * 3 // 4 < nbytes:
         return

@@ -359,7 +359,7 @@ class Lookup:
             self._gather(ids, out, stream)
             return
         bags = Bags(ids.count // len(self.tables), 1)
-        self._look_up(ids, bags, Pooling.NONE, None, out, out_number, stream)
+        self.bags(ids, bags, Pooling.NONE, None, out, out_number, stream)
 
     def bags(
         self,
@@ -371,30 +371,12 @@ class Lookup:
         out_number: Number,
         stream: int | None,
     ) -> None:
-        """Pool the rows of each bag to one row of `out`; empty bags are zeros. As `rows`."""
-        self._look_up(ids, bags, pooling, weights, out, out_number, stream)
+        """Pool the rows of each bag to one row of `out`; empty bags are zeros. As `rows`.
 
-    def prefetch(self, ids: Ids, bags: Bags | None, stream: int | None) -> None:
-        """Start fetching the lines of rows into the cache; as `rows`, or with `bags` as `bags`."""
-        if bags is None:
-            bags = Bags(ids.count // len(self.tables), 1)
-        self._bring("prefetch_ids", ids, bags, Pooling.NONE, stream)
-
-    def _look_up(
-        self,
-        ids: Ids,
-        bags: Bags,
-        pooling: Pooling,
-        weights: Weights | None,
-        out: int,
-        out_number: Number,
-        stream: int | None,
-    ) -> None:
-        """Look rows up, or pool them.
-
-        A lookup that misses waits on every multiprocessor. So few blocks fetch the lines of a large
-        one before.
+        Bags of one id that are not pooled are rows.
         """
+        # A lookup that misses waits on every multiprocessor. So few blocks fetch the lines of a
+        # large one before.
         for piece in self._pieces(ids, bags):
             if piece.fetched:
                 self._bring("fetch_ids", piece.ids, piece.bags, pooling, stream)
@@ -406,6 +388,12 @@ class Lookup:
             params = self._pack(piece.ids, piece.bags, pooling, factors, to, out_number, run, warps)
             name = "look_up_rows" if pooling is Pooling.NONE else "look_up_bags"
             self._launch(name, params, warps, piece.ids, stream)
+
+    def prefetch(self, ids: Ids, bags: Bags | None, stream: int | None) -> None:
+        """Start fetching the lines of rows into the cache; as `rows`, or with `bags` as `bags`."""
+        if bags is None:
+            bags = Bags(ids.count // len(self.tables), 1)
+        self._bring("prefetch_ids", ids, bags, Pooling.NONE, stream)
 
     def _pieces(self, ids: Ids, bags: Bags) -> list[_Piece]:
         """Divide a lookup, if its lines are fetched first, so that the cache has room for them."""
