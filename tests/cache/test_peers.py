@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import pickle
 import tempfile
 import threading
 from collections.abc import Callable
+from copy import copy as copy_of
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 import flashwarp as fw
 from flashwarp.device import CudaDevice
-from flashwarp.errors import ArgumentError, CacheError
+from flashwarp.errors import ArgumentError, CacheError, DeviceOutOfMemory, ForkError
 from flashwarp.policy import POLICIES
 from flashwarp.storage import Memory
 from support import fake_cuda, host_kernels
@@ -213,6 +216,39 @@ def memory_is_given_back() -> None:
     assert fake().fake_live_allocations() == before
 
 
+def copies_children_and_the_end_of_the_process() -> None:
+    """A copy has a cache of its own; a child has nothing; what is left open ends with the rest."""
+    devices = gpus(2)
+    cache = fw.Cache("1 MiB", peers=devices)
+    arrays = on_each(cache, devices, file())
+    with pickle.loads(pickle.dumps(arrays[1])) as copy:
+        assert (copy[:4] == content()[:4]).all()
+        assert copy.cache.capacity <= 1 << 20
+        assert copy.cache.policy == POLICIES["clock"]
+    with pytest.raises(fw.errors.CopyError):
+        copy_of(cache)
+    child = os.fork()
+    if child == 0:
+        try:
+            arrays[0].gather([1])
+        except ForkError:
+            cache.close()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (arrays[0].gather([1, 2]) == content()[1:3]).all()
+    with (
+        fake_cuda.failing("cuMemCreate", fake_cuda.OUT_OF_MEMORY),
+        pytest.raises(DeviceOutOfMemory, match="over 2 GPUs"),
+    ):
+        fw.Cache("512 MiB", peers=devices)
+    assert "peers=['cuda:0', 'cuda:1']" in repr(cache)
+    _left_open.extend([cache, *arrays])
+
+
+_left_open: list[object] = []
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -224,6 +260,7 @@ def memory_is_given_back() -> None:
         without_access_each_has_its_own,
         what_cannot_be_is_refused,
         memory_is_given_back,
+        copies_children_and_the_end_of_the_process,
     ],
 )
 def test_peers(check: Callable[[], None], tmp_path: Path) -> None:

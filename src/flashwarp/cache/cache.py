@@ -608,6 +608,8 @@ class Cache(endings.OfProcess):
             tier += f"shared={self.shared!r}, owner={pid}, "
         elif self.shared is not None:
             tier += f"shared={self.shared!r}, "
+        elif self._peers is not None:
+            tier += f"peers={[each.name for each in self._peers.devices]}, "
         return (
             f"Cache({size if size == 'auto' else f'{size} bytes'}, line={self.line_bytes}, "
             f"ways={self.ways}, policy={self.policy.name!r}, {tier}"
