@@ -154,7 +154,7 @@ def lines_are_gone_when_all_arrays_are() -> None:
                 each.start()
             for each in closing:
                 each.join()
-            assert not cache._peers._lines
+            assert not cache._peers._lines._taken
 
 
 def without_access_each_has_its_own() -> None:
@@ -181,7 +181,7 @@ def what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(CacheError, match=match):
             fw.Cache("1 MiB", peers=peers)
-    for more in ({"host_memory": "1 MiB"}, {"device": devices[0]}, {"shared": "name"}):
+    for more in ({"host_memory": "1 MiB"}, {"device": devices[0]}):
         with pytest.raises(CacheError, match="peers= is for caches"):
             fw.Cache("1 MiB", peers=devices, **more)
     with pytest.raises(CacheError):
@@ -189,9 +189,9 @@ def what_cannot_be_is_refused() -> None:
     with fw.Cache("1 MiB", peers=devices) as cache:
         with pytest.raises(ArgumentError, match="only read"):
             fw.open(file(), "r+", device=devices[0], cache=cache)
-        with pytest.raises(ArgumentError, match="on its peers cuda:0, cuda:1"):
+        with pytest.raises(ArgumentError, match="has the cache on cuda:0 and cuda:1"):
             fw.open(file(), device=third, cache=cache)
-        with pytest.raises(ArgumentError, match="on its peers"):
+        with pytest.raises(ArgumentError, match="has the cache on"):
             fw.open(file(), device="cpu", cache=cache)
 
 

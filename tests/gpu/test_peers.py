@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
 
 import flashwarp as fw
 from flashwarp.errors import ArgumentError, DeviceError
+from support.program import Program
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -114,3 +116,70 @@ def test_kernels_read_elements_of_both(devices, table):
             fw.compile(SUM, devices[0])["sums"](arrays[0], 0, 1)
         for x in arrays:
             x.close()
+
+
+RANK = """
+cache = fw.Cache({capacity!r}, peers=["cuda:0", "cuda:1"], shared="ranks", device="cuda:{rank}")
+x = fw.open({path!r}, device="cuda:{rank}", cache=cache)
+content = np.load({path!r})
+rng = np.random.default_rng({rank})
+"""
+# Gathers that end by an error count as late, and rows that differ as wrong.
+READ = """
+end, wrong, late, calls = time.monotonic() + {seconds}, 0, 0, 0
+while time.monotonic() < end:
+    index = rng.integers(0, {rows}, {count})
+    try:
+        wrong += not (x.gather(index) == content[index]).all()
+    except fw.errors.StorageError:
+        late += 1
+    calls += 1
+result = [wrong, late, calls, x.stats.misses, x.stats.evictions]
+"""
+
+
+def ranks(folder, path, capacity, **environment):
+    """Start a process for each GPU, which has the cache with the other one."""
+    made = [Program(folder, **environment) for _ in range(2)]
+    for rank, each in enumerate(made):
+        each.start(RANK.format(capacity=capacity, path=str(path), rank=rank))
+    for each in made:
+        each.finish()
+    return made
+
+
+@pytest.mark.parametrize("capacity", ["80 MiB", "2 MiB"])
+def test_processes_share_it(devices, table, tmp_path, capacity):
+    path, _ = table
+    programs = ranks(tmp_path / "run", path, capacity)
+    with programs[0], programs[1]:
+        for each in programs:
+            each.start(READ.format(seconds=2, rows=ROWS, count=ROWS // 2))
+        seen = [each.finish() for each in programs]
+        assert all(wrong == late == 0 and calls > 1 for wrong, late, calls, *_ in seen)
+        misses, evictions = (sum(each[k] for each in seen) for k in (3, 4))
+        if capacity == "80 MiB":
+            assert misses <= ROWS + 1, "each line is read once"
+            assert evictions == 0
+        else:
+            assert evictions > 0
+        programs[0].end()  # it made the cache, perhaps; the other keeps the memory
+        assert programs[1].run(READ.format(seconds=0.5, rows=ROWS, count=1000))[:2] == [0, 0]
+        programs[1].run("x.close(); cache.close()")
+        programs[1].run(RANK.format(capacity=capacity, path=str(path), rank=1))
+        assert programs[1].run(READ.format(seconds=0.5, rows=ROWS, count=1000))[:2] == [0, 0]
+
+
+@pytest.mark.parametrize("delay_s", [0.2, 0.7, 1.1])
+def test_a_killed_process_leaves_nothing_wrong(devices, table, tmp_path, delay_s):
+    path, _ = table
+    programs = ranks(tmp_path / "run", path, "1 MiB", FLASHWARP_TIMEOUT_S="3")
+    with programs[0], programs[1]:
+        for each in programs:
+            each.start(READ.format(seconds=4, rows=3000, count=3000))
+        time.sleep(delay_s)
+        programs[1].kill()
+        wrong, late, calls, *_ = programs[0].finish()
+        print(f"{calls} calls, {late} of them late")
+        assert wrong == 0
+        assert calls > 1

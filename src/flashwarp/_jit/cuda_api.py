@@ -114,6 +114,20 @@ def uuid_of(device: Any) -> str:
     return bytes(call_driver("cuDeviceGetUuid", device).bytes).hex()
 
 
+def reaches(gpu: int, other: int) -> bool:
+    """Whether kernels of a GPU may access the memory of another one, also by atomics.
+
+    Over NVLink they may; over PCIe there are no atomics. Needs no context.
+    """
+    if gpu == other:
+        return True
+    devices = [call_driver("cuDeviceGet", each) for each in (gpu, other)]
+    if not call_driver("cuDeviceCanAccessPeer", *devices):
+        return False
+    asked = driver().CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    return bool(call_driver("cuDeviceGetP2PAttribute", asked, *devices))
+
+
 def driver_version() -> tuple[int, int]:
     """Return the newest CUDA version that the installed driver serves, as (major, minor)."""
     version = int(call_driver("cuDriverGetVersion"))

@@ -6,12 +6,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashwarp._jit.cuda_api import call_driver, driver, driver_version, import_package
 from flashwarp._jit.cuda_context import ContextOfStreams, Kernel
 from flashwarp.errors import DeviceError, DeviceOutOfMemory
+
+
+class Across(NamedTuple):
+    """Memory of several GPUs at one range of addresses; `free` ends the mapping."""
+
+    address: int
+    part: int
+    """Bytes on each GPU, one behind the other."""
+    free: Callable[[], None]
 
 
 class Context(ContextOfStreams):
@@ -77,54 +87,82 @@ class Context(ContextOfStreams):
                 failed.pop_all()
         return address, size
 
-    def _shareable(self, cuda: Any, nbytes: int, doing: str) -> tuple[Any, int]:
+    def _shareable(
+        self, cuda: Any, nbytes: int, doing: str, gpu: int | None = None
+    ) -> tuple[Any, int]:
         """Return the properties of memory to share, and its bytes, rounded up."""
         wanted = cuda.CUmemAllocationProp()
         wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        wanted.location = self._location(cuda)
+        wanted.location = self._location(cuda, gpu)
         handles = cuda.CUmemAllocationHandleType
         wanted.requestedHandleTypes = handles.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         smallest = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         unit = int(call_driver("cuMemGetAllocationGranularity", wanted, smallest, doing=doing))
         return wanted, -(-nbytes // unit) * unit
 
-    def reaches(self, other: Context) -> bool:
-        """Whether kernels of this GPU may access the memory of another one, also by atomics.
-
-        Over NVLink they may; over PCIe there are no atomics.
-        """
-        if other.ordinal == self.ordinal:
-            return True
-        devices = [call_driver("cuDeviceGet", each.ordinal) for each in (self, other)]
-        if not call_driver("cuDeviceCanAccessPeer", *devices):
-            return False
-        asked = driver().CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-        return bool(call_driver("cuDeviceGetP2PAttribute", asked, *devices))
-
     def allocate_across(
-        self, contexts: Sequence[Context], nbytes: int
-    ) -> tuple[int, int, Callable[[], None]]:
-        """Uninitialized memory of several GPUs at one range of addresses, which all of them use.
+        self, gpus: Sequence[int], users: Sequence[Context], nbytes: int
+    ) -> tuple[Across, list[int]]:
+        """Uninitialized memory of several GPUs at one range of addresses.
 
-        Each GPU has an equal part, one behind the other. Returns the address, the bytes of a part,
-        which are rounded up, and what frees it.
+        Each of `gpus` has an equal part, one behind the other. Kernels on the GPUs of `users` may
+        use all of it. Returns it and a descriptor of each part, by which other processes map it;
+        the caller closes them.
         """
-        cuda, doing = driver(), f"allocating {nbytes} bytes over {len(contexts)} GPUs"
-        each = -(-nbytes // len(contexts))
-        with self, contextlib.ExitStack() as failed:
-            part = max(context._shareable(cuda, each, doing)[1] for context in contexts)
-            whole = part * len(contexts)
+        cuda, doing = driver(), f"allocating {nbytes} bytes over {len(gpus)} GPUs"
+        with self, contextlib.ExitStack() as undo, contextlib.ExitStack() as failed:
+            wanted, part = self._parts(cuda, gpus, nbytes, doing)
+            handles: list[Any] = []
+            descriptors: list[int] = []
+            for memory in wanted:
+                handle = call_driver("cuMemCreate", part, memory, 0, doing=doing)
+                undo.callback(call_driver, "cuMemRelease", handle)  # the mapping keeps it
+                handles.append(handle)
+                kind = memory.requestedHandleTypes
+                descriptors.append(
+                    int(call_driver("cuMemExportToShareableHandle", handle, kind, 0))
+                )
+                failed.callback(os.close, descriptors[-1])
+            made = self._map_all(cuda, handles, part, users, doing)
+            failed.pop_all()
+        return made, descriptors
+
+    def map_across(
+        self, descriptors: Sequence[int], gpus: Sequence[int], users: Sequence[Context], nbytes: int
+    ) -> Across:
+        """Map memory of `allocate_across` of another process, by its descriptors."""
+        cuda, doing = driver(), f"mapping {nbytes} bytes of another process over {len(gpus)} GPUs"
+        with self, contextlib.ExitStack() as undo:
+            wanted, part = self._parts(cuda, gpus, nbytes, doing)
+            handles = []
+            for memory, each in zip(wanted, descriptors, strict=True):
+                kind = memory.requestedHandleTypes
+                handle = call_driver("cuMemImportFromShareableHandle", each, kind, doing=doing)
+                undo.callback(call_driver, "cuMemRelease", handle)
+                handles.append(handle)
+            return self._map_all(cuda, handles, part, users, doing)
+
+    def _parts(
+        self, cuda: Any, gpus: Sequence[int], nbytes: int, doing: str
+    ) -> tuple[list[Any], int]:
+        """Return the properties of each GPU's part, and its bytes, which all have alike."""
+        each = -(-nbytes // len(gpus))
+        wanted = [self._shareable(cuda, each, doing, gpu) for gpu in gpus]
+        return [memory for memory, _ in wanted], max(size for _, size in wanted)
+
+    def _map_all(
+        self, cuda: Any, handles: Sequence[Any], part: int, users: Sequence[Context], doing: str
+    ) -> Across:
+        """Map parts one behind the other, for kernels on the GPUs of `users`."""
+        whole = part * len(handles)
+        with contextlib.ExitStack() as failed:
             address = int(call_driver("cuMemAddressReserve", whole, 0, 0, 0))
             failed.callback(call_driver, "cuMemAddressFree", address, whole)
-            accesses = []
-            for i, context in enumerate(contexts):
-                wanted, _ = context._shareable(cuda, each, doing)
-                handle = call_driver("cuMemCreate", part, wanted, 0, doing=doing)
-                try:
-                    call_driver("cuMemMap", address + i * part, part, 0, handle, 0)
-                finally:
-                    call_driver("cuMemRelease", handle)  # the mapping keeps the memory
+            for i, handle in enumerate(handles):
+                call_driver("cuMemMap", address + i * part, part, 0, handle, 0, doing=doing)
                 failed.callback(call_driver, "cuMemUnmap", address + i * part, part)
+            accesses = []
+            for context in users:
                 access = cuda.CUmemAccessDesc()
                 access.location = context._location(cuda)
                 access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -134,13 +172,13 @@ class Context(ContextOfStreams):
 
         def free() -> None:
             if self.usable:
-                for context in contexts:
+                for context in users:
                     context.outlast_served()
-                for i in range(len(contexts)):
+                for i in range(len(handles)):
                     self.call("cuMemUnmap", address + i * part, part)
                 self.call("cuMemAddressFree", address, whole)
 
-        return address, part, free
+        return Across(address, part, free)
 
     def unmap_exported(self, address: int, nbytes: int) -> None:
         """End a mapping of `allocate_exported` or `map_exported`."""
@@ -167,10 +205,10 @@ class Context(ContextOfStreams):
         call_driver("cuMemSetAccess", address, size, [access], 1, doing=doing)
         return address
 
-    def _location(self, cuda: Any) -> Any:
+    def _location(self, cuda: Any, gpu: int | None = None) -> Any:
         location = cuda.CUmemLocation()
         location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        location.id = self.ordinal
+        location.id = self.ordinal if gpu is None else gpu
         return location
 
     def allocate_managed(self, nbytes: int) -> int:

@@ -162,7 +162,8 @@ class Cache(endings.OfProcess):
         Which line is evicted: "clock", "lru", "fifo", "sieve", "s3_fifo", "random", or your own
         `Policy`. It applies to all arrays that share the cache; docs/caches.md helps to choose.
     device : Device or str, optional
-        Where its memory lies. Default: on the device of the first array that uses the cache.
+        Where its memory lies. Default: on the device of the first array that uses the cache. With
+        `peers` and `shared`: the only one of the peers that this process uses.
     host_memory : int or str, optional
         Bytes of pinned host memory below the frames, at least one line for each set; default none.
         Evicted clean lines go there, and come back without the storage. Arrays whose storage is
@@ -173,10 +174,12 @@ class Cache(endings.OfProcess):
         cache as it is, and with one everything must agree. Otherwise this process becomes the
         owner, which needs a capacity in bytes.
     peers : sequence of Device or str, optional
-        GPUs of this process that share the cache, such as ``["cuda:0", "cuda:1"]``. Each gives
-        `capacity` bytes, which add up: a line lies on one of them, and all read it there. Open the
-        file once for each, ``fw.open(path, device="cuda:1", cache=cache)``, to read. Such arrays
-        have a policy of their own, for `fw.compile`: ``policy=x.cache.policy``.
+        GPUs that share the cache, such as ``["cuda:0", "cuda:1"]``. Each gives `capacity` bytes,
+        which add up: a line lies on one of them, and all read it there. Open the file once for
+        each, ``fw.open(path, device="cuda:1", cache=cache)``, to read. Such arrays have a policy of
+        their own, for `fw.compile`: ``policy=x.cache.policy``. With `shared`, processes have the
+        cache together, such as the ranks of one node: all give the same GPUs, capacity, line, ways
+        and policy. The first one allocates the memory.
 
     Attributes
     ----------
@@ -278,7 +281,7 @@ class Cache(endings.OfProcess):
         if peers is not None:
             from flashwarp.cache.peers import Peers  # most programs have one GPU
 
-            self._peers = Peers(self, peers)
+            self._peers = Peers(self, peers, self._asked_device, shared)
             self.capacity = self._peers.capacity
         elif shared is not None:
             endings.uninterrupted(partial(self._share, shared, automatic), lambda _: self._close())
@@ -608,8 +611,8 @@ class Cache(endings.OfProcess):
             tier += f"shared={self.shared!r}, owner={pid}, "
         elif self.shared is not None:
             tier += f"shared={self.shared!r}, "
-        elif self._peers is not None:
-            tier += f"peers={[each.name for each in self._peers.devices]}, "
+        if self._peers is not None:
+            tier += f"peers={[f'cuda:{each}' for each in self._peers.gpus]}, "
         return (
             f"Cache({size if size == 'auto' else f'{size} bytes'}, line={self.line_bytes}, "
             f"ways={self.ways}, policy={self.policy.name!r}, {tier}"

@@ -26,6 +26,30 @@ _END_OF_VOLUMES = _VOLUMES_AT + VOLUMES_MAX * ctypes.sizeof(VolumeStruct)
 _TAGS_AT = _END_OF_VOLUMES + _POLICY_WORDS_ALIGNMENT
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where in the metadata of a cache its parts lie, in bytes from the tags."""
+
+    control: int
+    """Set control, behind tags and policy words."""
+    end: int
+    """Of what each cache has; the tags of the host tier follow."""
+
+    @classmethod
+    def of(cls, sets: int, ways: int, policy: Policy) -> Layout:
+        """Lay out a cache of so many sets."""
+        lines = sets * ways
+        control = lines * 8
+        if policy.keeps_words:
+            control = -(-control // _POLICY_WORDS_ALIGNMENT) * _POLICY_WORDS_ALIGNMENT + lines * 4
+        return cls(control, control + -(-sets * 4 // 8) * 8)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all metadata of a cache without a host tier."""
+        return _TAGS_AT + self.end
+
+
 @dataclass
 class CacheMemory:
     """The memory of one cache. `metadata_bytes` counts the bytes of metadata for lines and sets."""
@@ -36,8 +60,17 @@ class CacheMemory:
     more: DeviceMemory | None = None
     """The frames of the host tier; or of a client, the owner's metadata, which has the tags."""
     metadata_bytes: int = 0
+    set_control: int = 0
     borrowed: bool = False
     """Whether all but the metadata is another's, which closes it."""
+
+    def _struct(self, volumes: int) -> LineCacheStruct:
+        return LineCacheStruct(
+            geometry=self.geometry,
+            set_control=self.set_control,
+            volumes=volumes,
+            page_bytes=2 << 20,
+        )
 
     @classmethod
     def allocated(
@@ -51,14 +84,9 @@ class CacheMemory:
         policy: Policy,
     ) -> CacheMemory:
         """Allocate the memory of an empty cache, the frames first."""
-        lines = sets * ways
-        tag_bytes, word_bytes = lines * 8, 0
-        if policy.keeps_words:
-            tag_bytes = -(-tag_bytes // _POLICY_WORDS_ALIGNMENT) * _POLICY_WORDS_ALIGNMENT
-            word_bytes = lines * 4
-        own_bytes = tag_bytes + word_bytes + -(-sets * 4 // 8) * 8
-        metadata_bytes = own_bytes + tier.places * 8
-        frames = allocate(lines * line_bytes)
+        layout = Layout.of(sets, ways, policy)
+        metadata_bytes = layout.end + tier.places * 8
+        frames = allocate(sets * ways * line_bytes)
         tier_frames: DeviceMemory | None = None
         try:
             if tier.places:
@@ -70,15 +98,11 @@ class CacheMemory:
         tags = metadata.address + _TAGS_AT
         geometry = geometry_of(tags, frames.address, sets, ways, line_bytes)
         made = cls(geometry, metadata, frames, tier_frames, metadata_bytes)
-        struct = LineCacheStruct(
-            geometry=geometry,
-            set_control=tags + tag_bytes + word_bytes,
-            volumes=made.volumes,
-            page_bytes=2 << 20,
-        )
+        made.set_control = tags + layout.control
+        struct = made._struct(made.volumes)
         if tier_frames is not None:
             struct.tier_ways = tier.ways
-            struct.tier.tags = tags + own_bytes
+            struct.tier.tags = tags + layout.end
             struct.tier.frames = tier_frames.address
             struct.tier.subsets = tier.subsets
         device.upload(metadata.address, bytes(struct))
@@ -100,19 +124,31 @@ class CacheMemory:
         device.upload(metadata.address, bytes(struct))
         return made
 
-    def for_gpu(self, home: Device, device: Device) -> CacheMemory:
-        """Allocate the structs of a GPU that shares the cache: they name its own queues.
+    @classmethod
+    def mapped(
+        cls,
+        metadata: DeviceMemory,
+        frames: DeviceMemory,
+        sets: int,
+        ways: int,
+        line_bytes: int,
+        policy: Policy,
+    ) -> CacheMemory:
+        """Take memory that another process has `allocated`, without a host tier."""
+        layout = Layout.of(sets, ways, policy)
+        tags = metadata.address + _TAGS_AT
+        geometry = geometry_of(tags, frames.address, sets, ways, line_bytes)
+        made = cls(geometry, metadata, frames, None, layout.end)
+        made.set_control = tags + layout.control
+        return made
 
-        `home` is where this memory was allocated.
-        """
+    def for_gpu(self, device: Device) -> CacheMemory:
+        """Allocate the structs of a GPU that shares the cache: they name its own queues."""
         metadata = device.allocate(_END_OF_VOLUMES)
         made = CacheMemory(
             self.geometry, metadata, self.frames, self.metadata, self.metadata_bytes, borrowed=True
         )
-        there = home.download(self.metadata.address, ctypes.sizeof(LineCacheStruct))
-        struct = LineCacheStruct.from_buffer_copy(there)
-        struct.volumes = made.volumes
-        device.upload(metadata.address, bytes(struct))
+        device.upload(metadata.address, bytes(self._struct(made.volumes)))
         return made
 
     def refusals(self, device: Device) -> int:

@@ -6,33 +6,72 @@ loads if it is its own, over NVLink if it is another's. Kernels of such a cache 
 operations at system scope. Whoever misses fills the frame, wherever it is; no other GPU needs to
 run for that. What names queues is a GPU's own: the struct of the cache and the table of volumes.
 
+With a name, several processes have the cache, such as the ranks of one node. The first allocates
+the memory of all GPUs, and keeps the line numbers; the others map it. None serves another: each
+fetches what it misses. The memory stays until the last process has left.
+
 Arrays of one file, one on each GPU, have the same line numbers. They only read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import hashlib
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flashwarp import endings
-from flashwarp.cache.memory import CacheMemory
+from flashwarp.cache.memory import CacheMemory, Layout
+from flashwarp.cache.peer_lines import AskedLines, Lines, LineSession, OwnLines, identity
+from flashwarp.cache.shared import meet
 from flashwarp.cache.sizes import divide
-from flashwarp.cache.volume_table import free_lines
-from flashwarp.device import CudaDevice, Device, resolve
-from flashwarp.errors import ArgumentError, CacheError, ClosedError
+from flashwarp.device import CudaDevice, Device, DeviceMemory, gpus, resolve
+from flashwarp.errors import ArgumentError, CacheError, SharedCacheError
 from flashwarp.policy import Policy
-from flashwarp.storage import File, Memory, Namespace, files
+from flashwarp.sharing import names
+from flashwarp.sharing.connection import Connection
+from flashwarp.sharing.listener import Answer, Listener
+from flashwarp.storage import Namespace
+
+_GPUS_MAX = 16
 
 
-@dataclass
-class _Lines:
-    """The line numbers of one storage, and how many arrays have them."""
+@dataclass(frozen=True)
+class _Facts:
+    """What all processes must say alike of a cache that has a name."""
 
-    begin: int
-    count: int
-    users: int = 0
+    gpus: list[str]
+    policy: str
+    line: int
+    ways: int
+    sets: int
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], policy: Policy, line: int, ways: int, sets: int) -> _Facts:
+        """Describe a cache; policies of one name may differ."""
+        digest = hashlib.sha256(policy.source.encode()).hexdigest()[:8]
+        return cls(gpus.identities(numbers), f"{policy.name} {digest}", line, ways, sets)
+
+    def check(self, name: str, theirs: object) -> None:
+        """Raise SharedCacheError unless another process describes the cache alike."""
+        mine = asdict(self)
+        if not isinstance(theirs, dict):
+            raise SharedCacheError(
+                f"the shared cache {name!r} is none of several GPUs: leave peers= out, or take "
+                "another name"
+            )
+        differ = [
+            f"{key} is {theirs.get(key)!s:.200} there and {value} here"
+            for key, value in mine.items()
+            if theirs.get(key) != value
+        ]
+        if differ:
+            raise SharedCacheError(
+                f"the GPUs that share the cache {name!r} must be given alike in all processes: "
+                + ", ".join(differ)
+            )
 
 
 class Peers:
@@ -42,24 +81,53 @@ class Peers:
     ----------
     cache : Cache
         What the user made; its capacity is that of each GPU.
-    devices : sequence of Device or str
+    given : sequence of Device or str
+        The GPUs.
+    device : Device, optional
+        The only one of them that this process uses; needs a name.
+    name : str, optional
+        By which other processes have the cache, too.
     """
 
-    def __init__(self, cache: Any, devices: Sequence[object]) -> None:
-        if cache._wanted is None or cache.shared is not None or cache._asked_device is not None:
+    def __init__(
+        self,
+        cache: Any,
+        given: Sequence[object],
+        device: Device | None = None,
+        name: str | None = None,
+    ) -> None:
+        if cache._wanted is None or (device is not None and name is None):
             raise CacheError(
-                "peers= is for caches of a capacity in bytes, without device= or shared="
+                "peers= is for caches of a capacity in bytes; device= chooses among them if the "
+                "cache has a name, shared="
             )
         if cache.host_memory:
             raise CacheError("peers= is for caches without host_memory=")
-        self.devices = _gpus(devices)
-        self._cache = cache
-        self._lock = endings.Lock()
-        self._lines: dict[Hashable, _Lines] = {}
-        contexts = [each.context for each in self.devices]
-        self.reach = all(a.reaches(b) for a in contexts for b in contexts)
+        self.gpus = _numbers(given)
+        self._cache, self._name = cache, name
+        self.reach = gpus.all_reach(self.gpus)
+        if name is not None and not self.reach:
+            raise CacheError(
+                f"{self._names()} do not reach each other's memory by atomics: leave shared= out, "
+                "and each has a cache of its own"
+            )
+        self.devices = _used(self.gpus, given, device)
         self._members: dict[Device, Any] = {}
-        endings.uninterrupted(self._make, lambda _: self.close())
+        self._lines: Lines = OwnLines(cache.line_bytes)
+        self._connection: Connection | None = None
+        self._lock: names.OwnerLock | None = None
+        self._listener: Listener | None = None
+        self._memory: CacheMemory | None = None
+        self._descriptors: list[int] = []
+        weakref.finalize(self, _close_all, self._descriptors)
+        endings.uninterrupted(self._make_or_not, lambda _: self.close())
+
+    def _make_or_not(self) -> None:
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
 
     def _make(self) -> None:
         cache = self._cache
@@ -69,17 +137,79 @@ class Peers:
                 self._members[each]._allocate(each)
             return
         policy = replace(cache.policy, shared_by_gpus=True)
-        first = self.devices[0]
-        allocate = partial(first.allocate_across, self.devices)
-        wanted = cache.capacity * len(self.devices)
-        sets = divide(wanted, cache.ways, cache.line_bytes)
-        memory = CacheMemory.allocated(
-            first, allocate, sets, cache.ways, cache.line_bytes, cache._tier, policy
-        )
-        self._memory = memory
+        sets = divide(cache.capacity * len(self.gpus), cache.ways, cache.line_bytes)
+        if self._name is not None:
+            names.check_name(self._name)
+            met = meet(self._name, may_own=True)
+            if isinstance(met, Connection):
+                self._connection = met
+            else:
+                self._lock = met
+        made = self._allocate if self._connection is None else self._join
+        self._memory = made(policy, sets)
         for each in self.devices:
             member = self._members[each] = self._member(policy, sets)
-            member._take(memory.for_gpu(first, each), each)
+            member._take(self._memory.for_gpu(each), each)
+        if self._lock is not None:
+            self._serve(self._lock, policy, sets)
+
+    def _allocate(self, policy: Policy, sets: int) -> CacheMemory:
+        """Allocate the memory of all GPUs."""
+        cache, first = self._cache, self.devices[0]
+
+        def allocate(nbytes: int) -> DeviceMemory:
+            memory, descriptors = first.allocate_across(self.gpus, self.devices, nbytes)
+            self._descriptors += descriptors
+            return memory
+
+        made = CacheMemory.allocated(
+            first, allocate, sets, cache.ways, cache.line_bytes, cache._tier, policy
+        )
+        if self._name is None:
+            _close_all(self._descriptors)
+        return made
+
+    def _serve(self, lock: names.OwnerLock, policy: Policy, sets: int) -> None:
+        """Let other processes have the cache from now on."""
+        cache, lines, descriptors = self._cache, self._lines, self._descriptors
+        assert self._name is not None
+        assert isinstance(lines, OwnLines)
+        facts = _Facts.of(self.gpus, policy, cache.line_bytes, cache.ways, sets)
+        body = {"peers": asdict(facts), "pid": os.getpid()}
+
+        def hello() -> Answer:
+            return body, tuple(descriptors)
+
+        self._listener = Listener(self._name, lock, lambda pid: LineSession(lines, pid, hello))
+        weakref.finalize(self, _end, self._listener, os.getpid())
+
+    def _join(self, policy: Policy, sets: int) -> CacheMemory:
+        """Map the memory that another process has allocated."""
+        cache, first, connection = self._cache, self.devices[0], self._connection
+        assert connection is not None
+        ways, line = cache.ways, cache.line_bytes
+        made: list[DeviceMemory] = []
+        with connection.hello as hello:
+            facts = _Facts.of(self.gpus, policy, line, ways, sets)
+            facts.check(connection.name, hello.body.get("peers"))
+            sizes = (sets * ways * line, Layout.of(sets, ways, policy).nbytes)
+            parts = len(self.gpus)
+            if len(hello.descriptors) != len(sizes) * parts:
+                raise SharedCacheError(
+                    f"process {connection.owner_pid} sent {len(hello.descriptors)} descriptors of "
+                    f"memory, not {len(sizes) * parts}"
+                )
+            try:
+                for k, nbytes in enumerate(sizes):
+                    its = hello.descriptors[k * parts : (k + 1) * parts]
+                    made.append(first.map_across(its, self.gpus, self.devices, nbytes))
+            except BaseException:
+                for each in made:
+                    each.close()
+                raise
+        self._lines = AskedLines(connection)
+        frames, metadata = made
+        return CacheMemory.mapped(metadata, frames, sets, ways, line, policy)
 
     def _member(self, policy: Policy, sets: int) -> Any:
         """Make the cache for arrays on one GPU, without memory."""
@@ -99,10 +229,10 @@ class Peers:
         """Return the cache for arrays on one of the GPUs; raises ArgumentError for another."""
         found = self._members.get(device)
         if found is None:
-            names = ", ".join(each.name for each in self.devices)
+            used = " and ".join(each.name for each in self.devices)
             raise ArgumentError(
-                f"the cache is on its peers {names}, the array on {device.name}: open it on one of "
-                "them, device="
+                f"this process has the cache on {used}, the array is on {device.name}: open it "
+                "there, device="
             )
         return found
 
@@ -113,74 +243,77 @@ class Peers:
         """
         if not self.reach:
             return None
-        key = _identity(storage)
         count = max(1, -(-nbytes // self._cache.line_bytes))
-        with self._lock:
-            if self._cache.closed:
-                raise ClosedError("the cache is closed")
-            found = self._lines.get(key)
-            if found is None:
-                taken = [(each.begin, each.count) for each in self._lines.values()]
-                begin = free_lines(count, self._cache.line_bytes, taken, range(1 << 37))
-                found = self._lines[key] = _Lines(begin, count)
-            found.users += 1
-            return found.begin
+        return self._lines.take(identity(storage), count)
 
     def begin_to_leave(self, begin: int) -> bool:
-        """Note that an array with these line numbers is being closed.
-
-        Returns whether it was the last: then it empties the lines. Nobody else gets the numbers
-        before `leave`.
-        """
-        with self._lock:
-            for each in self._lines.values():
-                if each.begin == begin:
-                    each.users -= 1
-                    return each.users == 0
-        return True
+        """See `Lines`."""
+        return self._lines.begin_to_leave(begin)
 
     def leave(self, begin: int) -> None:
-        """Let others have the line numbers, unless another array has them by now."""
-        with self._lock:
-            for key, each in list(self._lines.items()):
-                if each.begin == begin and each.users == 0:
-                    del self._lines[key]
+        """See `Lines`."""
+        self._lines.leave(begin)
 
     def note(self) -> str:
         """Say for `explain` where the lines are."""
-        names = " and ".join(each.name for each in self.devices)
         if self.reach:
-            return f"; its lines are in the memory of {names}, each once"
+            return f"; its lines are in the memory of {self._names()}, each once"
         return (
-            f"; {names} do not reach each other's memory by atomics, so each has a cache of its own"
+            f"; {self._names()} do not reach each other's memory by atomics, so each has a cache "
+            "of its own"
         )
 
+    def _names(self) -> str:
+        return " and ".join(f"cuda:{gpu}" for gpu in self.gpus)
+
     def close(self) -> None:
-        """Free the memory. Raises CacheError while arrays are attached."""
+        """Free the memory, or leave it to other processes. Raises CacheError if arrays use it."""
         for member in self._members.values():
             member._check_unused(len(member._volumes))
         for member in self._members.values():
             member.close()
-        if self.reach and "_memory" in self.__dict__:
+        self._lines.close()
+        if self._listener is not None:
+            self._listener.close()
+        elif self._lock is not None:
+            self._lock.release()
+        if self._connection is not None:
+            self._connection.close()
+        if self._memory is not None:
             self._memory.close()
+        _close_all(self._descriptors)
 
 
-def _gpus(devices: Sequence[object]) -> list[CudaDevice]:
-    if isinstance(devices, str | Device) or not devices:
-        raise CacheError(f'peers={devices!r}: name the GPUs, such as ["cuda:0", "cuda:1"]')
-    found = [resolve(each) for each in devices]
-    gpus = [each for each in found if isinstance(each, CudaDevice)]
-    if len(gpus) != len(found):
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+def _end(listener: Listener, pid: int) -> None:
+    """Stop answering other processes: the cache was lost. A forked child has no part in it."""
+    if os.getpid() == pid:
+        listener.close()
+
+
+def _numbers(given: Sequence[object]) -> list[int]:
+    if isinstance(given, str | Device) or not given:
+        raise CacheError(f'peers={given!r}: name the GPUs, such as ["cuda:0", "cuda:1"]')
+    found = [gpus.number_of(each) for each in given]
+    numbers = [each for each in found if each is not None]
+    if len(numbers) != len(found):
         raise CacheError("peers are GPUs: the CPU device has all memory of the host already")
-    if len(set(gpus)) != len(gpus):
-        raise CacheError(f"peers={[each.name for each in gpus]}: name each GPU once")
-    return gpus
+    if len(set(numbers)) != len(numbers):
+        raise CacheError(f"peers={[f'cuda:{each}' for each in numbers]}: name each GPU once")
+    if len(numbers) > _GPUS_MAX:
+        raise CacheError(f"{len(numbers)} peers are more than {_GPUS_MAX}")
+    return numbers
 
 
-def _identity(storage: Namespace) -> Hashable:
-    """Return a key that storages of the same bytes share; any other storage has its own."""
-    if isinstance(storage, Memory):
-        return storage.address, storage.nbytes
-    if isinstance(storage, File):
-        return files.stamp(storage.native.fd), storage.offset, storage.nbytes
-    return object()
+def _used(
+    numbers: Sequence[int], given: Sequence[object], device: Device | None
+) -> list[CudaDevice]:
+    """Return the devices of this process: the one it chose, or all of them."""
+    if device is not None and getattr(device, "ordinal", None) not in numbers:
+        raise CacheError(f"device={device.name} is none of the peers")
+    chosen = given if device is None else [device]
+    return [each for each in map(resolve, chosen) if isinstance(each, CudaDevice)]

@@ -254,6 +254,11 @@ class Client:
     @classmethod
     def _of(cls, connection: Connection, device: Device | None) -> Client:
         message = connection.hello
+        if "peers" in message.body:
+            raise SharedCacheError(
+                f"the shared cache {connection.name!r} lies on several GPUs, which share it: give "
+                "peers= and the capacity as its other processes do"
+            )
         facts = Facts.of(message.body.get("cache"))
         if len(message.descriptors) != 3:
             raise SharedCacheError(

@@ -117,14 +117,32 @@ class CudaDevice(Device):
         self.fill(address, 0, nbytes)
         return Exported(memory, descriptor, 0)
 
-    def allocate_across(self, devices: Sequence[CudaDevice], nbytes: int) -> DeviceMemory:
-        """Allocate zeroed memory, an equal part on each GPU, that all of them use."""
-        contexts = [each.context for each in devices]
-        address, part, free = self.context.allocate_across(contexts, positive(nbytes))
-        memory = DeviceMemory(self, address, nbytes, free, on_host=False)
-        for i, device in enumerate(devices):
-            device.fill(address + i * part, 0, part)
-        return memory
+    def allocate_across(
+        self, gpus: Sequence[int], users: Sequence[CudaDevice], nbytes: int
+    ) -> tuple[DeviceMemory, list[int]]:
+        """Allocate zeroed memory, an equal part on each of `gpus`, that all `users` use.
+
+        Returns it and a descriptor of each part, for `map_across` in other processes; the caller
+        closes them.
+        """
+        contexts = [each.context for each in users]
+        made, descriptors = self.context.allocate_across(gpus, contexts, positive(nbytes))
+        own = {each.ordinal: each for each in users}
+        for i, gpu in enumerate(gpus):
+            own.get(gpu, self).fill(made.address + i * made.part, 0, made.part)
+        return DeviceMemory(self, made.address, nbytes, made.free, on_host=False), descriptors
+
+    def map_across(
+        self,
+        descriptors: Sequence[int],
+        gpus: Sequence[int],
+        users: Sequence[CudaDevice],
+        nbytes: int,
+    ) -> DeviceMemory:
+        """Map memory that another process has allocated by `allocate_across`."""
+        contexts = [each.context for each in users]
+        made = self.context.map_across(descriptors, gpus, contexts, positive(nbytes))
+        return DeviceMemory(self, made.address, nbytes, made.free, on_host=False)
 
     def map_exported(self, descriptor: int, nbytes: int) -> DeviceMemory:
         writable = False

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from flashwarp import errors
 from flashwarp.errors import FlashwarpError, SharedCacheError
@@ -22,7 +22,7 @@ VERSION = 3
 """Of messages, and of the memory that both map: tags, frames and requests."""
 
 MESSAGE_BYTES_MAX = 64 << 10
-DESCRIPTORS_MAX = 4
+DESCRIPTORS_MAX = 32
 _PEER = struct.Struct("3i")
 _LENGTH = struct.Struct("<I")
 
@@ -50,6 +50,12 @@ class Message:
         if not isinstance(value, str) or len(value) > length_max:
             raise SharedCacheError(f"a message has {name}={value!r:.99}, no text that fits")
         return value
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close the descriptors that nobody has taken."""
