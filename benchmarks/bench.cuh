@@ -1,4 +1,4 @@
-// What kernels of several benchmarks share: random numbers, and reads past the cache.
+// What kernels of several benchmarks share: random numbers, plain rows, and reads past the cache.
 #pragma once
 
 #include "flashwarp/array.cuh"
@@ -11,6 +11,31 @@ FW_HOST_DEVICE uint64_t mix64(uint64_t x) {
   x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdULL;
   x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ULL;
   return x ^ (x >> 33);
+}
+
+// Copies rows of 2^shift words of 16 bytes from `source` to `target`, in the order of `ids`: what
+// warps reach where they can load themselves. A lane has eight words on their way.
+FW_DEVICE void copy_rows(uint64_t source, const int64_t* ids, uint64_t target, uint64_t words,
+                         uint32_t shift) {
+  using word = atomic::raw<16>;
+  constexpr uint32_t kUnroll = 8;
+  const uint64_t stride = base::thread_count(), mask = (uint64_t(1) << shift) - 1;
+  const char* from = reinterpret_cast<const char*>(source);
+  char* to = reinterpret_cast<char*>(target);
+  for (uint64_t first = base::thread_index(); first < words; first += kUnroll * stride) {
+    atomic::word16 held[kUnroll];
+    FW_UNROLL
+    for (uint32_t k = 0; k < kUnroll; k++) {
+      const uint64_t at = first + k * stride < words ? first + k * stride : first;
+      const uint64_t row = uint64_t(ids[at >> shift]);
+      held[k] = word::load_stream(from + 16 * (row << shift | (at & mask)));
+    }
+    FW_UNROLL
+    for (uint32_t k = 0; k < kUnroll; k++) {
+      const uint64_t at = first + k * stride < words ? first + k * stride : first;
+      word::store_plain(to + 16 * at, held[k]);
+    }
+  }
 }
 
 // Reads `blocks` blocks from `lba` on by one command for each lane of `members`, and waits for
