@@ -28,6 +28,8 @@ __all__ = ["run"]
 
 _GPUS_MAX = 16
 _ROUNDS = 8
+_DRAWS = ("random", "Zipf's")
+_PRIME = 2_654_435_761
 _FITS = 0.6
 """The share of the data that the cache of one GPU holds where all GPUs together hold all."""
 
@@ -124,7 +126,7 @@ class _Bench:
     def together(self) -> None:
         """Read what fits the caches of all GPUs together, by all GPUs at once."""
         capacity = int(self.data.nbytes * _FITS * 2 / len(self.devices))
-        rates: dict[str, float] = {}
+        rates: dict[tuple[str, str], float] = {}
         right = True
         for name, count, peers in (
             ("one GPU with its cache", 1, False),
@@ -139,8 +141,9 @@ class _Bench:
                 arrays = [
                     made.enter_context(self._opened(each, shared or capacity)) for each in devices
                 ]
-                rates[name], checked = self._rate(arrays)
-                right = right and checked
+                for draw in _DRAWS:
+                    rates[draw, name], checked = self._rate(arrays, draw)
+                    right = right and checked
                 if peers:
                     misses = sum(x.stats.misses for x in arrays)
                     lines = self.data.nbytes // self.row
@@ -148,12 +151,13 @@ class _Bench:
                         f"lines that all GPUs read from storage, {self.row} B lines", misses,
                         "lines", "lines of the data", lines, checked=misses <= lines,
                     )  # fmt: skip
-        *others, (name, rate) = rates.items()
-        for other, alone in others:
-            self.report.row(
-                f"random rows of {self.row} B, {name}, in all", rate, "GB/s", other, alone,
-                checked=right, footprint=self.data.nbytes,
-            )  # fmt: skip
+        for draw in _DRAWS:
+            *others, (name, rate) = [(name, each) for (k, name), each in rates.items() if k == draw]
+            for other, alone in others:
+                self.report.row(
+                    f"{draw} rows of {self.row} B, {name}, in all", rate, "GB/s", other, alone,
+                    checked=right, footprint=self.data.nbytes,
+                )  # fmt: skip
 
     def _cache(self, capacity: int, **where: Any) -> fw.Cache:
         return fw.Cache(capacity, line=self.row, **where)
@@ -179,6 +183,15 @@ class _Bench:
         """Draw rows that lie on these GPUs; returns them on the device, and on the host."""
         among = np.arange(len(homes)) if here is None else np.flatnonzero(np.isin(homes, here))
         index = among[self.rng.integers(0, len(among), self.count)].astype(np.int64)
+        return made.enter_context(_placed(device, index)), index
+
+    def _random(self, device: Device, draw: str, made: Any) -> tuple[DeviceArray, Any]:
+        """Draw rows of the whole data; returns them on the device, and on the host."""
+        rows = len(self.data)
+        index = self.rng.integers(0, rows, self.count)
+        if draw == "Zipf's":  # of exponent 1; its hot rows lie anywhere
+            ranks = (rows ** self.rng.random(self.count)).astype(np.int64) - 1
+            index = ranks * _PRIME % rows
         return made.enter_context(_placed(device, index)), index
 
     def _out(self, device: Device) -> DeviceArray:
@@ -220,7 +233,7 @@ class _Bench:
             "by one", alone, checked=right, footprint=self.data.nbytes,
         )  # fmt: skip
 
-    def _rate(self, arrays: list[fw.Array]) -> tuple[float, bool]:
+    def _rate(self, arrays: list[fw.Array], draw: str = _DRAWS[0]) -> tuple[float, bool]:
         """Read random rows by all arrays at once; returns GB/s of all, and whether they came.
 
         No call reads the rows of another, so that only what the caches hold is found in them.
@@ -228,7 +241,7 @@ class _Bench:
         with contextlib.ExitStack() as made:
             operands = []
             for x in arrays:
-                drawn = [self._drawn(x.device, self.data, None, made) for _ in range(_ROUNDS)]
+                drawn = [self._random(x.device, draw, made) for _ in range(_ROUNDS)]
                 operands.append((x, drawn, made.enter_context(self._out(x.device))))
             for x in arrays:
                 x.prefetch(slice(None))

@@ -17,7 +17,7 @@ def all_rows_are_right() -> None:
     fake().fake_devices(2, 1)
     host_kernels.gpu()
     report = peers.run(2, "4 MiB", "4 KiB,512", "256 KiB", 1 << 10)
-    assert len(report.rows) == 18
+    assert len(report.rows) == 22
     assert report.wrong == []
 
 
