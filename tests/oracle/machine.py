@@ -48,6 +48,8 @@ class Machine:
         What calls are given as `stream=`; on the CPU device only None.
     torch : module or None
         Whose tensors are operands.
+    peers : list
+        GPUs that reach each other's memory; empty if there are no two.
     """
 
     def __init__(self, device: str, seed: int = 0) -> None:
@@ -65,11 +67,23 @@ class Machine:
                 self.torch = torch
         else:
             self.devices = [fw.device.CpuDevice(1), fw.device.CpuDevice(2)]
+        self.peers = self._find_peers()
         self.streams: list[Any] = [None]
         if self.on_gpu:
             self.streams += [self.devices[0].create_stream() for _ in range(2)]
         if self.torch is not None:
             self.streams += [self.torch.cuda.Stream(), self.torch.cuda.current_stream()]
+
+    def _find_peers(self) -> list[Any]:
+        if self.kind == "fake":
+            from support.fake_cuda import fake
+
+            fake().fake_devices(2, 1)
+            return [self.devices[0], fw.device.CudaDevice(1)]
+        if self.kind == "cuda":
+            with contextlib.suppress(fw.errors.DeviceError):
+                return [self.devices[0], fw.device.CudaDevice(1 - self.devices[0].ordinal)]
+        return []
 
     @property
     def on_gpu(self) -> bool:
@@ -139,12 +153,16 @@ class Machine:
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a machine lives as long as its process
     def program(self, dtype: str, device: int) -> Any:
         """Return kernels that load and store elements of a type."""
-        text = _KERNELS.replace("ELEMENT", ELEMENTS[dtype])
-        return fw.compile(text, self.devices[device])
+        return self.program_for(dtype, self.devices[device], None)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019
+    def program_for(self, dtype: str, device: Any, policy: Any) -> Any:
+        """Return the same for the caches of a policy."""
+        return fw.compile(_KERNELS.replace("ELEMENT", ELEMENTS[dtype]), device, policy=policy)
 
     def close(self) -> None:
         """Close what was opened."""
-        for device in self.devices:
+        for device in {*self.devices, *self.peers}:
             device.close()
 
 

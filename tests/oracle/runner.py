@@ -26,6 +26,7 @@ from oracle import (  # noqa: F401 - their steps
     futures,
     kernels,
     misuse,
+    peers,
     pipelines,
     shards,
     sharing,
