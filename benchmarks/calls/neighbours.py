@@ -4,14 +4,16 @@ Calls on rows that are in no cache run on one stream, one after the other: gathe
 pool bags, or whole steps of training. On another, matrices are multiplied, or two GPUs sum a
 vector. All are timed by events, alone and together: the share of its rate that each keeps is the
 result. Rows come from a file in three ways: in place, by host threads through bounce buffers, and
-past the page cache.
+past the page cache. What any call must take stands beside it: blocks that only wait, and a copy
+engine that fills the link.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +31,8 @@ __all__ = ["run"]
 _VECTOR_BYTES = 4 << 20
 _BAG_IDS = 16
 _AHEAD_S = 2e-3
+_WAIT_NS = 500_000
+_COPY_BYTES = 16 << 20
 _WAYS: Mapping[str, Mapping[str, Any]] = {
     "in place": {},
     "page cache, bounce": {
@@ -47,6 +51,7 @@ def run(
     calls: Annotated[str, "Of gather, bags and step, with commas."] = "gather,bags,step",
     sizes: Annotated[str, "Rows of a call, with commas."] = "500,8000,64000",
     sides: Annotated[str, "Rows of the matrices, with commas."] = "4096,8192",
+    blocks: Annotated[str, "Blocks that only wait, with commas."] = "1,2,4,6,8",
     seconds: Annotated[float, "How long each pair runs."] = 0.5,
     seed: Annotated[int, "Of the random rows."] = 1,
 ) -> Record:
@@ -62,10 +67,13 @@ def run(
         "calls": calls,
         "sizes": sizes,
         "sides": sides,
+        "blocks": blocks,
         "seconds": seconds,
     }
     bench.report = Record("Neighbours", where.describe(), settings, {"rows": seed})
     works = _works(bench, [int(side) for side in listed("sides", sides)])
+    for each in _least(bench, [int(count) for count in listed("blocks", blocks)], seconds):
+        each.measure(works)
     # Whole numbers, so that sums are exact.
     data = bench.rng.integers(-8, 8, (rows, bench.words)).astype(np.float32)
     path = folder / "neighbours.bin"
@@ -211,24 +219,67 @@ def _works(bench: CallsBench, sides: list[int]) -> dict[str, _Work]:
     return works
 
 
-class _Pair:
+class _Beside:
+    """Launches on a stream of their own, a neighbour beside, and the rates of both."""
+
+    def __init__(self, bench: CallsBench, size: int, seconds: float) -> None:
+        self.bench, self.torch = bench, bench.torch
+        self.size, self.seconds = size, seconds
+        self.stream = bench.torch.cuda.Stream()
+
+    def queue(self) -> None:
+        """Queue a launch."""
+        raise NotImplementedError
+
+    def finish(self) -> bool:
+        """Wait for the launches, and return whether they did what they should."""
+        return True
+
+    def rates(self, work: _Work | None) -> tuple[float, float, bool]:
+        """Launch for a while; return the rates of rows and work, and what `finish` says."""
+        self.torch.cuda.synchronize()
+        begin = last = _event(self.torch, self.stream)
+        launches: deque[Any] = deque()
+        done: list[Any] = []
+        count = 0
+        end = time.monotonic() + self.seconds
+        while time.monotonic() < end or not count:
+            while launches and launches[0].query():
+                launches.popleft()
+            if len(launches) < 2:  # the stream never runs dry
+                self.queue()
+                last = _event(self.torch, self.stream)
+                launches.append(last)
+                count += self.size
+            if work is not None and (len(done) < 3 or done[-3].query()):
+                done.append(work.queue())
+        last.synchronize()
+        right = self.finish()
+        milliseconds = begin.elapsed_time(last)
+        inside = [each for each in done if begin.elapsed_time(each) <= milliseconds]
+        kept = 0.0
+        if work is not None and inside:
+            kept = len(inside) * work.batch / begin.elapsed_time(inside[-1]) * 1e3
+        return count / milliseconds * 1e3, kept, right
+
+
+class _Pair(_Beside):
     """Cold calls on so many rows, and a neighbour."""
 
     def __init__(self, bench: CallsBench, call: Any, data: Any, size: int, seconds: float) -> None:
-        self.bench, self.call, self.data, self.seconds = bench, call, data, seconds
-        self.torch = bench.torch
-        self.size = size - size % call.together or call.together
+        super().__init__(bench, size - size % call.together or call.together, seconds)
+        self.call, self.data = call, data
         self.order = bench.placed(bench.rng.permutation(len(data)).astype(np.int64))
-        self.stream = bench.torch.cuda.Stream()
         self.begin = 0
+        self.last: tuple[Any, Any] = (None, None)
 
     def measure(self, way: str, works: dict[str, _Work]) -> None:
         """Report for each work the rate that it keeps, and the rate that it leaves the calls."""
         calls = f"cold {self.call.name} of {self.size} rows, {way}"
-        self._beside(None)  # compiles what has to be
-        alone, _, checked = self._beside(None)
+        self.rates(None)  # compiles what has to be
+        alone, _, checked = self.rates(None)
         for name, work in works.items():
-            rate, kept, right = self._beside(work)
+            rate, kept, right = self.rates(work)
             checked = checked and right
             report = self.bench.report
             report.row(f"{name} beside {calls}", kept, "/s", "alone", work.alone, checked=checked)
@@ -237,45 +288,56 @@ class _Pair:
                 checked=checked,
             )  # fmt: skip
 
-    def _next(self) -> tuple[Any, Any]:
+    def queue(self) -> None:
         """Queue a call on the next rows, which have left the cache since they came last."""
         if self.begin + self.size > len(self.order):
             self.begin = 0
         index = self.order[self.begin : self.begin + self.size]
         self.begin += self.size
         with self.torch.cuda.stream(self.stream):
-            return index, self.call.queue(index, self.stream)
+            self.last = index, self.call.queue(index, self.stream)
 
-    def _beside(self, work: _Work | None) -> tuple[float, float, bool]:
-        """Call for a while; return the rates of rows and work, and whether rows are right."""
-        self.torch.cuda.synchronize()
-        begin = _event(self.torch, self.stream)
-        calls: deque[Any] = deque()
-        done: list[Any] = []
-        count = 0
-        last: Any = None
-        index: Any = None
-        out: Any = None
-        end = time.monotonic() + self.seconds
-        while time.monotonic() < end or not count:
-            while calls and calls[0].query():
-                calls.popleft()
-            if len(calls) < 2:  # the stream never runs dry
-                index, out = self._next()
-                last = _event(self.torch, self.stream)
-                calls.append(last)
-                count += self.size
-            if work is not None and (len(done) < 3 or done[-3].query()):
-                done.append(work.queue())
-        last.synchronize()
+    def finish(self) -> bool:
+        """Wait for the calls, and check the rows of the last one."""
         self.call.array.wait(self.stream)
         self.torch.cuda.synchronize()
-        milliseconds = begin.elapsed_time(last)
-        inside = [each for each in done if begin.elapsed_time(each) <= milliseconds]
-        kept = 0.0
-        if work is not None and inside:
-            kept = len(inside) * work.batch / begin.elapsed_time(inside[-1]) * 1e3
-        right = np.array_equal(
-            out.cpu().numpy(), self.call.expected(self.data, index.cpu().numpy())
-        )
-        return count / milliseconds * 1e3, kept, right
+        index, out = self.last
+        expected = self.call.expected(self.data, index.cpu().numpy())
+        return bool(np.array_equal(out.cpu().numpy(), expected))
+
+
+class _Least(_Beside):
+    """What calls must take: launches that do nothing else."""
+
+    def __init__(self, bench: CallsBench, name: str, launch: Any, seconds: float) -> None:
+        super().__init__(bench, 1, seconds)
+        self.name, self.launch = name, launch
+
+    def measure(self, works: dict[str, _Work]) -> None:
+        """Report for each work the rate that it keeps."""
+        for name, work in works.items():
+            _, kept, _ = self.rates(work)
+            self.bench.report.row(f"{name} beside {self.name}", kept, "/s", "alone", work.alone)
+
+    def queue(self) -> None:
+        """Queue a launch."""
+        self.launch(self.stream)
+
+
+def _least(bench: CallsBench, blocks: list[int], seconds: float) -> Iterator[_Least]:
+    """Make launches that keep so many blocks waiting, and copies of host memory."""
+    torch = bench.torch
+    program = fw.compile(Path(__file__).with_suffix(".cu"), bench.device)
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+
+    def wait(count: int, stream: Any) -> None:
+        program["keep_blocks"](_WAIT_NS, warps=8 * count, stream=stream)
+
+    def copy(stream: Any) -> None:
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    for count in blocks:
+        yield _Least(bench, f"{count} blocks that only wait", partial(wait, count), seconds)
+    yield _Least(bench, "a copy engine that fills the link", copy, seconds)
