@@ -144,10 +144,12 @@ def rewrite_among_peers(hand: Hand) -> None:
     if peers is None:
         return
     count = len(peers.helds)
-    how = hand.random.choice(("not", "not", "anew", "anew", "in place"))
-    closed = hand.random.sample(
-        range(count), count if how == "in place" else hand.random.randint(1, count)
-    )
+    how = hand.random.choice(("not", "anew", "anew", "in place", "under"))
+    if how == "under":
+        _write_under(hand, peers)
+        return
+    many = count if how == "in place" else hand.random.randint(1, count)
+    closed = hand.random.sample(range(count), many)
     hand.say(f"close gpu{closed}, write the file {how}, open them again")
     for which in closed:
         peers.helds[which].array.close()
@@ -158,3 +160,16 @@ def rewrite_among_peers(hand: Hand) -> None:
         held = peers.store(values, in_place=how == "in place")
     for which in closed:
         peers.open(which, held)
+
+
+def _write_under(hand: Hand, peers: Peers) -> None:
+    """Write the file while arrays have it open; then they are told."""
+    before = peers.now.model
+    told = [which for which, held in enumerate(peers.helds) if held.model is before]
+    hand.random.shuffle(told)
+    hand.say(f"write the file in place, and gpu{told}.refresh()")
+    held = peers.store(np.array(hand.values(peers.now, peers.now.count)), in_place=True)
+    for which in told:
+        array = peers.helds[which].array
+        array.refresh()
+        peers.helds[which] = replace(held, array=array)
