@@ -119,8 +119,8 @@ def test_kernels_read_elements_of_both(devices, table):
 
 
 RANK = """
-cache = fw.Cache({capacity!r}, peers=["cuda:0", "cuda:1"], shared="ranks", device="cuda:{rank}")
-x = fw.open({path!r}, device="cuda:{rank}", cache=cache)
+cache = fw.Cache({capacity!r}, peers={gpus}, shared="ranks", device={gpus}[{rank} % len({gpus})])
+x = fw.open({path!r}, device={gpus}[{rank} % len({gpus})], cache=cache)
 content = np.load({path!r})
 rng = np.random.default_rng({rank})
 """
@@ -138,11 +138,14 @@ result = [wrong, late, calls, x.stats.misses, x.stats.evictions]
 """
 
 
-def ranks(folder, path, capacity, **environment):
-    """Start a process for each GPU, which has the cache with the other one."""
+BOTH = ("cuda:0", "cuda:1")
+
+
+def ranks(folder, path, capacity, gpus=BOTH, **environment):
+    """Start two processes that have the cache together, on two GPUs or on one."""
     made = [Program(folder, **environment) for _ in range(2)]
     for rank, each in enumerate(made):
-        each.start(RANK.format(capacity=capacity, path=str(path), rank=rank))
+        each.start(RANK.format(capacity=capacity, path=str(path), rank=rank, gpus=gpus))
     for each in made:
         each.finish()
     return made
@@ -166,7 +169,7 @@ def test_processes_share_it(devices, table, tmp_path, capacity):
         programs[0].end()  # it made the cache, perhaps; the other keeps the memory
         assert programs[1].run(READ.format(seconds=0.5, rows=ROWS, count=1000))[:2] == [0, 0]
         programs[1].run("x.close(); cache.close()")
-        programs[1].run(RANK.format(capacity=capacity, path=str(path), rank=1))
+        programs[1].run(RANK.format(capacity=capacity, path=str(path), rank=1, gpus=BOTH))
         assert programs[1].run(READ.format(seconds=0.5, rows=ROWS, count=1000))[:2] == [0, 0]
 
 
@@ -183,3 +186,72 @@ def test_a_killed_process_leaves_nothing_wrong(devices, table, tmp_path, delay_s
         print(f"{calls} calls, {late} of them late")
         assert wrong == 0
         assert calls > 1
+
+
+@pytest.mark.parametrize("capacity", ["160 MiB", "2 MiB"])
+def test_processes_of_one_gpu_share_it(devices, table, tmp_path, capacity):
+    """They take turns on the GPU, and each fetches what it misses, also in kernels of its own."""
+    path, content = table
+    load = f"""
+program = fw.compile({SUM!r}, x.device, policy=x.cache.policy)
+with x.device.empty_array((1,), np.uint64) as total:
+    x.device.fill(total.address, 0, 8)
+    program["sums"](x, total, 97)
+    x.wait()
+    result = int(total.copy_to_host()[0])
+"""
+    expected = int(content.reshape(-1)[::97].astype(np.int64).sum())
+    programs = ranks(tmp_path / "run", path, capacity, ("cuda:0",))
+    with programs[0], programs[1]:
+        for each in programs:
+            each.start(READ.format(seconds=2, rows=ROWS, count=2000))
+        seen = [each.finish() for each in programs]
+        assert all(wrong == late == 0 and calls > 1 for wrong, late, calls, *_ in seen)
+        for each in programs:
+            each.start(load)
+        assert [each.finish() for each in programs] == [expected, expected]
+        if capacity == "160 MiB":
+            reads = [each.run("result = x.stats.misses") for each in programs]
+            assert sum(reads) <= ROWS + 1, "each line is read once"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_stands_on_arrays_takes_them(devices, tmp_path, way):
+    torch = pytest.importorskip("torch")
+    import flashwarp.torch
+
+    path = tmp_path / "f.npy"
+    content = np.random.default_rng(3).integers(-64, 64, (4000, 96)).astype(np.float32)
+    np.save(path, content)
+    whole = torch.from_numpy(content)
+    with fw.Cache("256 KiB", peers=devices, line=512) as cache:
+        for each in devices:
+            with (
+                torch.cuda.device(each.ordinal),
+                fw.open(path, device=each, cache=cache, **WAYS[way]) as x,
+            ):
+                ids = torch.randint(0, 4000, (3000,), device="cuda")
+                expected = whole[ids.cpu()]
+                assert torch.equal(flashwarp.torch.Embedding(x)(ids).cpu(), expected)
+                bags = flashwarp.torch.EmbeddingBag(x, mode="sum")(ids.view(-1, 10))
+                assert torch.equal(bags.cpu(), expected.view(-1, 10, 96).sum(1))
+                assert (x.gather_async(ids.cpu().numpy()).result() == expected.numpy()).all()
+                with fw.Pipeline(x, batch_rows=3000) as pipeline:
+                    pipeline.prefetch(ids)
+                    assert torch.equal(pipeline.take().cpu(), expected)
+                batches = [_rows(batch).cpu() for batch in flashwarp.torch.Loader(x, 500)]
+                assert torch.equal(torch.cat(batches), whole)
+                out = torch.empty_like(expected, device="cuda")
+                x.gather(ids, out)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    x.gather(ids, out)
+                for _ in range(3):
+                    ids.copy_(torch.randint(0, 4000, (3000,), device="cuda"))
+                    graph.replay()
+                    torch.cuda.synchronize()
+                    assert torch.equal(out.cpu(), whole[ids.cpu()])
+
+
+def _rows(batch):
+    return batch[0] if isinstance(batch, tuple | list) else batch
