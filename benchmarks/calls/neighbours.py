@@ -255,6 +255,7 @@ class _Beside:
                 done.append(work.queue())
         last.synchronize()
         right = self.finish()
+        self.torch.cuda.synchronize()
         milliseconds = begin.elapsed_time(last)
         inside = [each for each in done if begin.elapsed_time(each) <= milliseconds]
         kept = 0.0
@@ -300,7 +301,6 @@ class _Pair(_Beside):
     def finish(self) -> bool:
         """Wait for the calls, and check the rows of the last one."""
         self.call.array.wait(self.stream)
-        self.torch.cuda.synchronize()
         index, out = self.last
         expected = self.call.expected(self.data, index.cpu().numpy())
         return bool(np.array_equal(out.cpu().numpy(), expected))
