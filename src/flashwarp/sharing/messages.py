@@ -18,7 +18,7 @@ from typing import Any, Self
 from flashwarp import errors
 from flashwarp.errors import FlashwarpError, SharedCacheError
 
-VERSION = 3
+VERSION = 4
 """Of messages, and of the memory that both map: tags, frames and requests."""
 
 MESSAGE_BYTES_MAX = 64 << 10
