@@ -33,7 +33,10 @@ BENCHES = {
     "shared": {
         "shared": "A cache that processes share: hits of one and of each of two, and its memory."
     },
-    "peers": {"peers": "One cache of several GPUs, beside plain loads over NVLink."},
+    "peers": {
+        "peers": "One cache of several GPUs, beside plain loads over NVLink.",
+        "ranks": "The same by a process for each GPU, beside WholeMemory.",
+    },
     "drives": {
         "scaling": "Random blocks by raw queues over 1 to 16 modelled drives.",
         "tiers": "A host-memory tier under the cache, and one to eight modelled drives.",

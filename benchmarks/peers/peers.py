@@ -24,7 +24,7 @@ from flashwarp.device import CudaDevice, Device, DeviceArray, resolve
 from flashwarp.errors import ArgumentError, DeviceError
 from flashwarp.probe.timing import device_seconds, in_turns
 
-__all__ = ["run"]
+__all__ = ["devices_of", "run"]
 
 _GPUS_MAX = 16
 _ROUNDS = 8
@@ -43,7 +43,7 @@ def run(
     seed: Annotated[int, "Of the random rows."] = 1,
 ) -> Record:
     """Measure hits in the memory of another GPU, and what fits only the caches of all."""
-    devices = _devices(gpus)
+    devices = devices_of(gpus)
     settings = {"gpus": len(devices), "size": size, "rows": rows, "call": call, "loads": loads}
     report = Record("Peers", devices[0].describe(), settings, {"rows": seed})
     data = np.arange(parse_bytes(size) // 4, dtype=np.uint32)
@@ -54,7 +54,8 @@ def run(
     return report
 
 
-def _devices(count: int) -> list[CudaDevice]:
+def devices_of(count: int) -> list[CudaDevice]:
+    """Return so many GPUs, or all if it is 0; raises ArgumentError if there are no two."""
     found: list[CudaDevice] = []
     for place in range(count or _GPUS_MAX):
         try:
