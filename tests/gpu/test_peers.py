@@ -132,7 +132,7 @@ while time.monotonic() < end:
     index = rng.integers(0, {rows}, {count})
     try:
         wrong += not (x.gather(index) == content[index]).all()
-    except fw.errors.StorageError:
+    except fw.errors.ControllerTimeout:
         late += 1
     calls += 1
 result = [wrong, late, calls, x.stats.misses, x.stats.evictions]

@@ -168,7 +168,7 @@ class Attachment(endings.NotCopied):
     @property
     def cache(self) -> Cache:
         """The cache that the array's lines enter."""
-        return self.launcher.volume.cache
+        return self.launcher.cache
 
     @property
     def place(self) -> str:

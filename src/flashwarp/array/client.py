@@ -14,9 +14,10 @@ from typing import Any
 
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.failures import Failures
-from flashwarp.cache.cache import Cache, Volume
+from flashwarp.cache.cache import Cache
 from flashwarp.cache.shared import Client
 from flashwarp.cache.structs import FailureStruct
+from flashwarp.cache.volume import Volume
 from flashwarp.errors import (
     ClosedError,
     DeviceError,

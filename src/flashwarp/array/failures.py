@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from flashwarp import config, endings
-from flashwarp.cache.cache import Volume
 from flashwarp.cache.failures import Noted
 from flashwarp.cache.structs import FailureStruct
+from flashwarp.cache.volume import Volume
 from flashwarp.errors import (
     BoundsError,
     ControllerError,

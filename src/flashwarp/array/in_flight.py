@@ -62,7 +62,7 @@ class Seat:
     def __init__(self, launcher: Launcher, side: OwnedStream) -> None:
         self.volume = launcher.volume.with_own_errors(side)
         self.launcher = launcher.on(self.volume)
-        self.event = launcher.volume.cache.device.event()
+        self.event = launcher.volume.device.event()
         self.marked = True  # whether the event marks the end of the call
         # For `Device.end_calls`: the event, and words that are 0 until kernels note a failure.
         errors = self.volume.errors.address + FailureStruct.number.offset

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from flashwarp import _native, endings
 from flashwarp._jit.cuda_context import End
-from flashwarp.cache.cache import Volume
+from flashwarp.cache.volume import Volume
 from flashwarp.device import CudaDevice
 from flashwarp.nvme import Service
 from flashwarp.nvme.software import SoftwareService
@@ -154,11 +154,11 @@ class RangeCopies:
         # A file may leave its in-place route at any time.
         if why_no_copies(self._service, self._storage, waits=stream is None):
             return False
-        return stream is None or self._volume.cache.device.capture(stream) is None
+        return stream is None or self._volume.device.capture(stream) is None
 
     def read(self, rows: range, buffer: int, stream: int | None, end: End | None) -> None:
         """Queue the copies of a range, whose dirty lines were written back, to a buffer."""
-        device = self._volume.cache.device
+        device = self._volume.device
         assert isinstance(device, CudaDevice)
         copies = RowCopies(device, self._storage, self._row_bytes)
         sources, places, nbytes = copies.pieces(rows)

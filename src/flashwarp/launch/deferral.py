@@ -7,7 +7,7 @@ few blocks fetch what all have missed, other kernels run meanwhile.
 from __future__ import annotations
 
 from flashwarp import _native, config
-from flashwarp.cache.cache import Volume
+from flashwarp.cache.volume import Volume
 from flashwarp.launch.rows import NOT_DEFERRED, Deferred
 from flashwarp.nvme import Service
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, config
 from flashwarp._jit.cuda_context import End
-from flashwarp.cache.cache import Volume
+from flashwarp.cache.cache import Cache
+from flashwarp.cache.volume import Volume
 from flashwarp.device import CpuDevice, CudaDevice, DeviceMemory, PreparedLaunch
 from flashwarp.errors import CaptureError, ClosedError, SharedCacheError
 from flashwarp.launch.copying import RangeCopies
@@ -91,7 +92,7 @@ class Launcher:
         self.volume = volume
         self.service = service
         self.format = format
-        self.on_cpu = volume.cache.device.kind == "cpu"
+        self.on_cpu = volume.device.kind == "cpu"
         self.watchers: list[Watcher] = []
         # Whether a thread of the CPU device takes segments as they come. Several at a time, it
         # serves those that hit first; a trace is of accesses in their order.
@@ -106,7 +107,7 @@ class Launcher:
         self._strays: DeviceMemory | None = None
         self._strays_of: dict[object, int] = {}
         self._strays_used = 0
-        cache = volume.cache
+        self.cache = cache = cast(Cache, volume.cache)
         self._kernels = cache.device.kernels_for(cache.kernel_policy)
         # For calls on rows by index.
         members = {"geometry": cache.geometry, "cache": cache.address, "volume": volume.address}
@@ -177,7 +178,7 @@ class Launcher:
             return queue()
         lines = ALL_LINES
         if isinstance(chosen, range):
-            (begin, end), line = self._bytes(chosen), self.volume.cache.line_bytes
+            (begin, end), line = self._bytes(chosen), self.cache.line_bytes
             lines = begin // line, -(-end // line)
         return self.order.queue(stream, stores, lines, queue)  # type: ignore[no-any-return]
 
@@ -201,12 +202,12 @@ class Launcher:
         """
         row = self.format.row_bytes
         if verb == "cells" and counting is not None:
-            line_bytes, (_, stride, cell) = self.volume.cache.line_bytes, counting
+            line_bytes, (_, stride, cell) = self.cache.line_bytes, counting
             lines = min(count * (1 + cell // line_bytes), -(-count * stride // line_bytes))
             params = self._packing.pack((0, count, 0, buffer, 0), 1, counting=counting)
             warps = -(-lines // _LINES_WORTH_A_THREAD)
             return self._prepared_launch("gather_cells", warps, len(params)), params
-        by_elements = index_bytes and verb != "prefetch" and self.volume.cache.owned
+        by_elements = index_bytes and verb != "prefetch" and self.cache.owned
         width = element_bytes(row, buffer) if by_elements else None
         if width is not None:
             items, bundle = count * (row // width), 1
@@ -214,7 +215,7 @@ class Launcher:
             deferred = self._deferral.of(items, warps, 32, drain_blocks, elements=True)
             name = f"{'gather' if verb == 'stream' else verb}_elements_{width}"
         else:
-            line = self.volume.cache.line_bytes
+            line = self.cache.line_bytes
             items = count * self._packing.segments if index_bytes else -(-count // line)
             name = f"{verb}_rows"
             if verb == "stream":
@@ -261,17 +262,17 @@ class Launcher:
         """
         if not self._waits_for_storage():
             return 0
-        return min(self.volume.cache.lines // 4, self.service.queues.depth // 2)
+        return min(self.cache.lines // 4, self.service.queues.depth // 2)
 
     def look_ahead(self) -> int:
         """Count the rows in flight ahead of the one being copied; 0 if storage is fast."""
         if not self.on_cpu:
             return 0
-        device = self.volume.cache.device
+        device = self.volume.device
         if not isinstance(device, CpuDevice) or not self._waits_for_storage():
             return 0
         queues = self.service.queues
-        room = min(self.volume.cache.lines // 4, queues.count * (queues.depth - 1))
+        room = min(self.cache.lines // 4, queues.count * (queues.depth - 1))
         return min(config.current("look_ahead").look_ahead, room // device.threads)
 
     def _waits_for_storage(self) -> bool:
@@ -281,7 +282,7 @@ class Launcher:
 
     def lines_of(self, chosen: range | Index) -> int:
         """Count the lines that chosen rows touch at most; an index lies on the host."""
-        row, line = self.format.row_bytes, self.volume.cache.line_bytes
+        row, line = self.format.row_bytes, self.cache.line_bytes
         if not chosen or not row:
             return 0
         rows = chosen if isinstance(chosen, range) else np.asarray(chosen.owner)
@@ -391,7 +392,7 @@ class Launcher:
     def _check_indices(self, which: Which, stream: int | None) -> int:
         """Launch a check of indices; returns the address of the word that counts its strays."""
         strays = self._word_for_strays(stream)
-        self.volume.cache.device.clear(strays, 4, stream)
+        self.volume.device.clear(strays, 4, stream)
         params = self._packing.pack(which, 1, strays=strays)
         self._start("check_indices", params, self._warps(which[1]), stream)
         return strays
@@ -411,7 +412,7 @@ class Launcher:
 
     def _word_for_strays(self, stream: int | None) -> int:
         """Return the address of the word in which a check counts strays for the next scatter."""
-        device = self.volume.cache.device
+        device = self.volume.device
         if self._strays is None:
             self._strays = device.allocate(4 * _CHECKS_MAX)
         handle: object = -1 if stream is None else stream
@@ -445,13 +446,13 @@ class Launcher:
 
     def _rows_of(self, index: Index, counting: Counting) -> npt.NDArray[np.int64]:
         """Copy indices to the host, as rows of the array."""
-        found = index.copy_from(self.volume.cache.device).astype(np.int64)
+        found = index.copy_from(self.volume.device).astype(np.int64)
         _, from_front, from_end = counting
         return found + np.where(found < 0, from_end, from_front)
 
     def _warps(self, items: int, bundle: int = 32) -> int:
         if self.on_cpu:
-            bundle = max(1, BYTES_WORTH_A_THREAD // self.volume.cache.line_bytes)
+            bundle = max(1, BYTES_WORTH_A_THREAD // self.cache.line_bytes)
         return -(-items // bundle)
 
     # Maintenance.
@@ -471,25 +472,25 @@ class Launcher:
 
         If its service has stopped, the array is not `served`. A flush may be of chosen rows only.
         """
-        volume, line_bytes = self.volume, self.volume.cache.line_bytes
+        volume, line_bytes = self.volume, self.cache.line_bytes
         first, last = 0, volume.line_count - 1
         if chosen is not None:
             begin, end = self._bytes(chosen)
             first, last = begin // line_bytes, (end - 1) // line_bytes
         params = MaintenanceParams(
-            cache=volume.cache.address,
+            cache=self.cache.address,
             volume=volume.address,
             line_begin=volume.line_begin + first,
             line_end=volume.line_begin + last + 1,
             opcode=opcode,
             drop=drop,
         )
-        useful = self._warps(volume.cache.lines) if warps is None else warps
+        useful = self._warps(self.cache.lines) if warps is None else warps
         self._start(name, bytes(params), useful, stream, served=served)
 
     def drop_tier(self, *, drop: int = 0, served: bool = True, stream: int | None = None) -> None:
         """Launch the dropping of the array's lines in the host tier; none may be in a frame."""
-        warps = self._warps(self.volume.cache.host_lines)
+        warps = self._warps(self.cache.host_lines)
         self.maintain("drop_tier", warps=warps, drop=drop, served=served, stream=stream)
 
     def forget_lines(self, drop: int) -> None:
@@ -508,7 +509,7 @@ class Launcher:
         served: bool = True,
     ) -> None:
         launch = self._prepared_launch(name, warps, len(params))
-        uses = list(self.wake() if served else (*self.volume.cache.owners, *self.volume.owners))
+        uses = list(self.wake() if served else (*self.cache.owners, *self.volume.owners))
         try:
             launch((params,), stream, uses)
         finally:
@@ -535,7 +536,7 @@ class Launcher:
 
     def hand_out(self) -> ArrayStruct:
         """Return the struct for kernels whose launches nobody sees."""
-        if not self.volume.cache.owned:
+        if not self.cache.owned:
             raise SharedCacheError(
                 "a kernel that takes a file, or that was compiled elsewhere, would mark the lines "
                 "that it hits, which only the owner of a shared cache may: let a kernel of "
@@ -543,7 +544,7 @@ class Launcher:
             )
         if not self._handed_out and self.on_cpu:
             self._handed_out = True
-            self.volume.cache.submitters.tell()
+            self.cache.submitters.tell()
         return ArrayStruct.from_buffer_copy(self.handle)
 
     def join_capture(self, stream: int) -> bool:
@@ -552,7 +553,7 @@ class Launcher:
         If it is, the graph counts as one that uses the array, and each replay of what the stream
         queues next wakes what serves the array.
         """
-        device = self.volume.cache.device
+        device = self.volume.device
         capture = device.capture(stream)
         if capture is None:
             return False
