@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import ctypes
 import functools
-import multiprocessing
 import os
 import shutil
 import struct
@@ -25,6 +24,7 @@ from typing import Any
 import pytest
 
 from flashwarp.device import Device
+from support.forks import server
 
 ILLEGAL_ADDRESS = 700
 LAUNCH_FAILED = 719
@@ -90,19 +90,10 @@ def test_of(module: dict[str, Any]) -> Callable[..., None]:
     return test
 
 
-@functools.cache
-def _server() -> Any:
-    """A process that has imported what checks need, and forks itself for each of them."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["flashwarp", "pytest", "support.cuda_arrays"])
-    return server
-
-
 def run(check: Callable[[], None], environment: dict[str, str]) -> None:
     """Run a check in its own process, and fail with its traceback."""
-    server = _server()
-    receive, send = server.Pipe(duplex=False)
-    process = server.Process(target=_run_here, args=(check, {**os.environ, **environment}, send))
+    receive, send = server().Pipe(duplex=False)
+    process = server().Process(target=_run_here, args=(check, {**os.environ, **environment}, send))
 
     process.start()
     send.close()
