@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import atexit
 import os
 import traceback
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashwarp.checkpoint.checkpointer import Checkpointer
+from support.forks import server
 
 WAIT_S = 100.0
 COUNT = 4096
@@ -26,7 +27,6 @@ class Ranks:
     """
 
     def __init__(self, ranks: int, act: Callable[..., None], folder: Path, *arguments: Any) -> None:
-        self._spawn = multiprocessing.get_context("spawn")
         self._act = act
         self._arguments = arguments
         self._folder = folder
@@ -35,9 +35,10 @@ class Ranks:
         self.processes = {rank: self.start(rank) for rank in range(ranks)}
 
     def start(self, rank: int) -> Any:
-        ours, theirs = self._spawn.Pipe(duplex=False)
-        process = self._spawn.Process(
-            target=_rank, args=(rank, theirs, self._act, self._folder, self._arguments)
+        ours, theirs = server().Pipe(duplex=False)
+        process = server().Process(
+            target=_rank,
+            args=(rank, theirs, {**os.environ}, self._act, self._folder, self._arguments),
         )
         process.start()
         theirs.close()
@@ -74,12 +75,18 @@ class Ranks:
             end.close()
 
 
-def _rank(rank: int, end: Any, act: Any, folder: Path, arguments: Any) -> None:
+def _rank(
+    rank: int, end: Any, environment: dict[str, str], act: Any, folder: Path, arguments: Any
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         act(rank, folder, lambda thing: end.send((rank, thing, "")), *arguments)
     except BaseException:
         end.send((rank, None, traceback.format_exc()))
+    # A process that was forked ends without this.
+    atexit._run_exitfuncs()
 
 
 def opened(folder: Path, rank: int, ranks: int, **config: Any) -> Checkpointer:
