@@ -45,10 +45,16 @@ demo: $(VENV)/demo.stamp  ## Show what flashwarp does, on the GPU or the CPU
 # their turn: by three processes, because tests also wait for others; by one where tests share a
 # GPU. A test that hangs where no signal reaches it ends its process, and the others go on.
 test: $(VENV)/dev.stamp  ## Everything that CI runs: lint, sanitizers, tests
-	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint tsan asan
+	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint tsan asan rewritten
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal \
 	  -o faulthandler_timeout=$(TEST_HANG_S) -o faulthandler_exit_on_timeout=true \
 	  --ignore=tests/benchmarks $(ARGS)
+
+# In a fresh clone each process of pytest would compile all modules of tests for itself: one does
+# so here. What it cannot collect, the tests report.
+.PHONY: rewritten
+rewritten: $(VENV)/dev.stamp
+	@[ -e tests/__pycache__ ] || $(BIN)/python -m pytest --collect-only -qq >/dev/null || true
 
 test-all: export FLASHWARP_ALL_TESTS := 1
 test-all: export FLASHWARP_EDGES_SECONDS ?= 8
