@@ -8,6 +8,7 @@ from checkpoint.fragments import fragments
 from flashwarp.checkpoint.buffer import ALIGNMENT, GAP, NEVER_NS, FragmentTable, Window
 from flashwarp.checkpoint.eviction import FIFO, LRU, Policy, Score, Urgency, policy_of
 from flashwarp.errors import ArgumentError
+from support.samples import FUZZ_EXAMPLES
 
 NOW = 1_000_000
 
@@ -64,7 +65,7 @@ urgencies = st.one_of(
 rows = st.lists(st.tuples(st.integers(1, 6), times, urgencies, st.booleans()), min_size=1)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=2 * FUZZ_EXAMPLES, deadline=None)
 @given(rows.filter(lambda r: len(r) <= 24), st.integers(1, 20), st.integers(-1, 6))
 # What the printed Algorithm 1 gets wrong, as section 3.6 of the analysis of the paper numbers it.
 @example([(2, 0, 1, False)] * 3, 4, -1)  # 1: no more room than it needs
