@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -57,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and _no_gpu_reason():
             item.add_marker(pytest.mark.skip(reason=_no_gpu_reason()))
+
+
+def pytest_collection_finish() -> None:
+    # What thousands of tests are made of stays: no later collection has to look through it.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
