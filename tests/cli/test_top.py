@@ -29,6 +29,7 @@ from flashwarp.cli.main import run
 from flashwarp.errors import SharedCacheError
 from flashwarp.probe import ceilings, running
 from flashwarp.sharing import messages, names
+from support.program import stop
 
 PROGRAM = """
 import sys, time
@@ -125,7 +126,7 @@ def test_a_program_that_is_stopped_is_said_not_to_answer(
 ) -> None:
     monkeypatch.setattr(running, "_ANSWER_S", 0.2)
     program = start()
-    program.send_signal(signal.SIGSTOP)
+    stop(program)
 
     (shown,) = seen(capsys)
     assert "does not answer" in shown["failed"]
@@ -272,7 +273,7 @@ def test_many_who_wait_for_a_stopped_program_do_not_stop_top(
     start: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = start()
-    program.send_signal(signal.SIGSTOP)
+    stop(program)
     monkeypatch.setattr(running, "_ANSWER_S", 0.0001)
 
     with closing(running.Processes()) as processes:

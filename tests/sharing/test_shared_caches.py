@@ -345,7 +345,7 @@ def test_stopped_owner_is_an_error_in_bounded_time(path: Path, folder: Path) -> 
         owner.run(OWNER)
         client.run(CLIENT)
         client.run(f"{opens(path)}; x[400]")
-        owner.signal(signal.SIGSTOP)
+        owner.stop()
 
         with pytest.raises(ProgramError, match=r"has not answered for 2 s") as error:
             client.run("x[0]")

@@ -27,6 +27,12 @@ for line in sys.stdin:
 """
 
 
+def stop(process: subprocess.Popen[Any]) -> None:
+    """Let a process stop, and wait until all its threads have."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
 class ProgramError(Exception):
     """What the code has raised there; `name` is the type of the error."""
 
@@ -73,6 +79,10 @@ class Program:
     def signal(self, number: int) -> None:
         """Send it a signal."""
         self._process.send_signal(number)
+
+    def stop(self) -> None:
+        """Let it stop; its threads have when this returns."""
+        stop(self._process)
 
     def kill(self) -> None:
         """End it at once, wherever it is."""
