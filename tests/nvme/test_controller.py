@@ -249,6 +249,29 @@ def test_yielding_threads_leave_the_work_to_a_launch_until_it_ends() -> None:
         assert (host.data[: 8 * LBA] == view[16 * LBA : 24 * LBA]).all()
 
 
+def test_an_idle_thread_ends_and_comes_back_for_what_a_launch_leaves() -> None:
+    storage, view = random_memory()
+    with Host(storage, threads=1, yields=True) as host:
+        threads, ring = len(os.listdir("/proc/self/task")), host.rings[0]
+        host.controller.hear_launches(True)
+        for turn in range(3):
+            limit = time.monotonic() + 10  # it ends after 0.2 s
+            while len(os.listdir("/proc/self/task")) >= threads:
+                assert time.monotonic() < limit
+                time.sleep(0.05)
+
+            host.controller.launch_begins()
+            ring.write(READ, turn, lba=16 * turn, blocks=8, prp1=host.buffer.address)
+            ring.ring()
+            host.controller.launch_ends()
+
+            assert host.wait(ring).status == SUCCESS
+            assert (host.data[: 8 * LBA] == view[16 * turn * LBA :][: 8 * LBA]).all()
+        host.controller.stop()
+        host.controller.start()
+        assert host.read(8, 8) == SUCCESS
+
+
 def test_truncated_mapped_file_fails_reads(tmp_path: Path) -> None:
     random_file(tmp_path / "f", MIB)
     with (tmp_path / "f").open("rb") as file:

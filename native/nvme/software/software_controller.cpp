@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <system_error>
 #include <utility>
 
 #include "base/fault_guard.h"
@@ -77,7 +78,8 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
       spin_ns_(options.spin_ns),
       long_idle_ns_(options.long_idle_ns),
       yields_(options.yields),
-      thread_count_(options.threads) {
+      thread_count_(options.threads),
+      retires_(options.yields && options.threads == 1) {
   require(context_.storage != nullptr, "storage is None");
   require(!queue_pairs().empty(), "at least one queue pair is needed");
   check_options(options);
@@ -116,6 +118,7 @@ void SoftwareController::start() {
   const std::lock_guard guard(life_);
   if (in_forked_child() || !threads_.empty()) return;
   stopping_.store(false, std::memory_order_relaxed);
+  retired_.store(false, std::memory_order_relaxed);
   for (auto& server : servers_) server->reopen();
   serving_.store(true, std::memory_order_release);
   if (heartbeat_ != nullptr) {
@@ -135,12 +138,31 @@ void SoftwareController::stop() {
   const std::lock_guard guard(life_);
   if (!serving()) return;
   stopping_.store(true, std::memory_order_release);
-  wake();
-  for (std::thread& thread : threads_) thread.join();
+  sleepers_->wake();
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
   threads_.clear();
   if (std::exchange(beats_, false)) Heart::of_process().remove(heartbeat_);
   for (auto& server : servers_) server->close();
   serving_.store(false, std::memory_order_release);
+}
+
+void SoftwareController::wake() {
+  sleepers_->wake();
+  // Sequential, behind the new epoch: either the thread sees that and does not end, or this sees
+  // that it has retired.
+  if (!retired_.load(std::memory_order_seq_cst) || in_forked_child()) return;
+  const std::lock_guard guard(life_);
+  // It may have gone on by itself, or another caller has started it.
+  if (stopping_.load(std::memory_order_relaxed) || !retired_.exchange(false)) return;
+  std::thread& thread = threads_.front();
+  if (thread.joinable()) thread.join();
+  try {
+    thread = std::thread([this] { run(0); });
+  } catch (const std::system_error&) {
+    retired_.store(true, std::memory_order_seq_cst);
+  }
 }
 
 void SoftwareController::launch_begins() {
@@ -197,7 +219,7 @@ void SoftwareController::run(uint32_t thread) {
   uint32_t epoch = 0;
   while (!stopping_.load(std::memory_order_acquire)) {
     if (leaves_it_to_launches()) {
-      sleep(thread, sleepers_->epoch(), long_idle_ns_);
+      if (!sleep(thread, sleepers_->epoch(), long_idle_ns_)) return;
       continue;
     }
     if (sweep(thread) != 0) {
@@ -214,7 +236,7 @@ void SoftwareController::run(uint32_t thread) {
       idle_since = now;
     }
     if (now - idle_since < spin_ns_ || next_due_ns() - now < kInFlightNs) continue;
-    sleep(thread, epoch, now - idle_since);
+    if (!sleep(thread, epoch, now - idle_since)) return;
     // After a sleep that ended by time, one idle sweep is enough to sleep again.
     idle_sweeps = kSweepsPerClock - 1;
   }
@@ -253,11 +275,12 @@ bool SoftwareController::may_sleep_long() const {
 }
 
 // Puts a thread to sleep until a wake-up after `epoch`. Thread 0 also wakes by itself, to look at
-// the doorbells, unless every launch tells it.
-void SoftwareController::sleep(uint32_t thread, uint32_t epoch, int64_t idle_ns) {
+// the doorbells, unless every launch tells it. Returns false if the thread has retired.
+bool SoftwareController::sleep(uint32_t thread, uint32_t epoch, int64_t idle_ns) {
   // No look at the doorbells here: the sentinel sees one that was rung meanwhile at its next look.
   int64_t limit_ns = kSentinelNs;
   bool watched = false;
+  bool retires = false;
   if (!leaves_it_to_launches()) {
     if (has_in_flight()) limit_ns = kInFlightNs;
     // Wakes early for a held completion, because sleeps end late.
@@ -271,7 +294,8 @@ void SoftwareController::sleep(uint32_t thread, uint32_t epoch, int64_t idle_ns)
   } else if (idle_ns >= long_idle_ns_) {
     sleeps_long_.store(true, std::memory_order_seq_cst);
     if (may_sleep_long()) {
-      limit_ns = 0;
+      retires = retires_;
+      limit_ns = retires ? std::max(long_idle_ns_, kSleepMinNs) : 0;
     } else if (beats_ && limit_ns == kSentinelNs) {
       watched = true;
       limit_ns = 0;
@@ -281,9 +305,20 @@ void SoftwareController::sleep(uint32_t thread, uint32_t epoch, int64_t idle_ns)
     }
   }
   // `stop` changes the epoch after `stopping_`, so this sees it, or the sleep ends at once.
-  if (!stopping_.load(std::memory_order_acquire)) sleepers_->sleep(epoch, limit_ns);
+  const bool woken = stopping_.load(std::memory_order_acquire) || sleepers_->sleep(epoch, limit_ns);
   if (watched) Heart::of_process().unwatch(this);
   if (thread == 0) sleeps_long_.store(false, std::memory_order_relaxed);
+  return woken || !retires || !retire(epoch);
+}
+
+// Lets the only thread end instead of sleeping on without limit. Returns false if it has been woken
+// after `epoch`, and goes on.
+bool SoftwareController::retire(uint32_t epoch) {
+  // Sequential; see `wake`.
+  retired_.store(true, std::memory_order_seq_cst);
+  if (sleepers_->epoch() == epoch) return true;
+  // If this fails, a caller of `wake` waits for the end of this thread, and starts another.
+  return !retired_.exchange(false, std::memory_order_seq_cst);
 }
 
 ControllerProgress SoftwareController::progress() const {

@@ -4,7 +4,9 @@
 // name belong to the caller and must outlive it. Threads that wait for completions may serve too
 // (`serve_some`). Idle threads sleep, and `wake` wakes all at once. One of them looks at the
 // doorbells each millisecond, unless it hears of all launches (`hear_launches`): then it sleeps
-// until one begins, or ends and leaves something unfinished.
+// until one begins, or ends and leaves something unfinished. If launches serve, and there is one
+// thread, it ends after a long sleep, and the next `wake` starts it again: a process may hold more
+// idle arrays than it may have threads.
 #pragma once
 
 #include <atomic>
@@ -54,8 +56,9 @@ class SoftwareController final : public Controller {
   void stop() override;
   bool serving() const override { return serving_.load(std::memory_order_acquire); }
 
-  // Ends all sleep at once.
-  void wake() override { sleepers_->wake(); }
+  // Ends all sleep at once. If a thread that has retired cannot be started, launches serve alone
+  // until the next call.
+  void wake() override;
   std::shared_ptr<Sleepers> sleepers() override { return sleepers_; }
   void launch_begins() override;
   void launch_ends() override;
@@ -90,7 +93,8 @@ class SoftwareController final : public Controller {
   int64_t next_due_ns() const;
   int64_t time_of_sweep() const;
   bool may_sleep_long() const;
-  void sleep(uint32_t thread, uint32_t epoch, int64_t idle_ns);
+  bool sleep(uint32_t thread, uint32_t epoch, int64_t idle_ns);
+  bool retire(uint32_t epoch);
   // Relaxed: a thread that sees the begin of a launch late serves once more, and one that sees its
   // end late looks again within the sentinel's sleep.
   bool leaves_it_to_launches() const {
@@ -102,6 +106,7 @@ class SoftwareController final : public Controller {
   const int64_t long_idle_ns_;
   const bool yields_;
   const uint32_t thread_count_;
+  const bool retires_;
   std::unique_ptr<IoEngineFactory> engines_;
   std::vector<std::unique_ptr<QueueServer>> servers_;
 
@@ -117,6 +122,7 @@ class SoftwareController final : public Controller {
   alignas(128) std::atomic<uint32_t> launches_{0};
   std::atomic<bool> hears_launches_{false};
   std::atomic<bool> sleeps_long_{false};  // thread 0, perhaps without limit
+  std::atomic<bool> retired_{false};      // the only thread has ended, or is about to
 };
 
 }  // namespace fw::native
