@@ -391,5 +391,8 @@ def _parse(path: Path, text: bytes, line: int, columns: int) -> NDArray[Any]:
         raise FileFormatError(f"{path}, after line {line}: a vertex is a whole number")
     if (ends < 0).any() or (ends >= VERTICES_MAX).any():
         bad = ends[(ends < 0) | (ends >= VERTICES_MAX)][0]
-        raise FileFormatError(f"{path}, after line {line}: vertex {bad:.0f} does not exist")
+        raise FileFormatError(
+            f"{path}, after line {line}: vertex {bad:.0f}, and vertices are numbered from 0 to "
+            f"{VERTICES_MAX - 1}: number them, as numpy.unique(edges, return_inverse=True) does"
+        )
     return cast(NDArray[Any], table)

@@ -34,6 +34,11 @@ def source_in_memory(what: Any, vertices: int | None, symmetric: bool) -> EdgeSo
     least = 1 + max((int(ends.max()) for ends in (row, column) if len(ends)), default=0)
     lowest = min((int(ends.min()) for ends in (row, column) if len(ends)), default=0)
     found = known if vertices is None else vertices
+    if found is None and least > VERTICES_MAX:
+        raise ArgumentError(
+            f"an edge has vertex {least - 1}: vertices are numbered from 0 to {VERTICES_MAX - 1}; "
+            "labels, numbers = numpy.unique(edges, return_inverse=True) numbers them"
+        )
     count = integer("vertices", least if found is None else found, 1, VERTICES_MAX)
     if lowest < 0 or least > count:
         wrong = lowest if lowest < 0 else least - 1
