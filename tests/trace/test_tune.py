@@ -110,6 +110,16 @@ def test_raw_files_and_tensors_take_the_options_of_open(
         run(["tune", str(tmp_path / "x.raw"), "--shape", "512,x"])
 
 
+def test_a_profile_that_no_file_can_take_is_refused_before_the_work(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashwarp.trace.tune.tune", lambda *_, **__: pytest.fail("it measured"))
+    monkeypatch.setattr("os.access", lambda *_: False)  # no modes of files hold for root
+
+    with pytest.raises(PathError, match="name another by -o"):
+        run(["tune", str(table)])
+
+
 def test_costs_decide_line_route_and_size() -> None:
     # Rows of 512 bytes, one in eight: long lines move what nobody reads.
     rows = np.tile(np.arange(0, 800, 8), 20)

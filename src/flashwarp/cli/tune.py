@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from flashwarp.cli.parser import Parser, amount, output_path
+from flashwarp.errors import PathError
 
 
 def add_arguments(parser: Parser, _: Sequence[str]) -> None:
@@ -38,6 +41,11 @@ def _run(options: argparse.Namespace) -> None:
 
     names = ("dtype", "shape", "tensor")
     opening = {name: each for name in names if (each := getattr(options, name)) is not None}
+    output = options.output or Path(f"{options.path}.profile.json")
+    # Before seconds of work, and not for a path of another kind, which has its own error.
+    if options.path.is_file() and not os.access(output.parent, os.W_OK):
+        told = "the profile cannot be stored beside the file: name another by -o"
+        raise PathError(errno.EACCES, told, str(output))
     _, report = tune(
         options.path,
         None if options.trace is None else Trace.load(options.trace),
@@ -48,7 +56,6 @@ def _run(options: argparse.Namespace) -> None:
         **opening,
     )
     report.show()
-    output = options.output or Path(f"{options.path}.profile.json")
     report.save(output)
     opening |= {"profile": str(output)}
     told = ", ".join(f"{name}={each!r}" for name, each in opening.items())
