@@ -115,6 +115,14 @@ def test_the_text_has_a_line_for_each_route(
     assert "direct, cpu" in line
 
 
+@pytest.mark.parametrize(
+    ("bytes_per_s", "text"),
+    [(0, "0"), (2040, "2.04 kB/s"), (999_499, "999 kB/s"), (1e6, "0.001 GB/s"), (5e10, "50 GB/s")],
+)
+def test_rates_are_told_in_units_that_fit(bytes_per_s: float, text: str) -> None:
+    assert running.rate(bytes_per_s) == text
+
+
 def test_nobody_there_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     run(["top", "--once", "--interval", "0"])
 

@@ -8,7 +8,7 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.widgets import DataTable, Footer, Static
 
-from flashwarp.probe.running import HEADINGS, failures, lines
+from flashwarp.probe.running import HEADINGS, failures, lines, rate
 
 if TYPE_CHECKING:
     from flashwarp.probe.running import Processes
@@ -63,7 +63,5 @@ class View(App[None]):  # type: ignore[misc]
             sum(row[name] for each in seen for row in each["routes"])
             for name in ("read_bytes_per_s", "written_bytes_per_s")
         )
-        head = (
-            f"{len(seen)} processes, {read / 1e9:.3g} GB/s read, {written / 1e9:.3g} GB/s written"
-        )
+        head = f"{len(seen)} processes, {rate(read)} read, {rate(written)} written"
         self.query_one("#head", Static).update(Text("\n".join([head, *failures(seen)])))

@@ -251,6 +251,14 @@ def lines(process: dict[str, Any], program_max: int = 24) -> list[tuple[str, ...
     return [(*first, *moved[0], *last), *(("", "", *each, *blank) for each in moved[1:])]
 
 
+def rate(bytes_per_s: float) -> str:
+    """Return a rate as people read it: in GB/s from 1 MB/s on, below in kB/s."""
+    if not bytes_per_s:
+        return "0"
+    gigabytes = bytes_per_s >= 1e6
+    return f"{bytes_per_s / (1e9 if gigabytes else 1e3):.3g} {'GB/s' if gigabytes else 'kB/s'}"
+
+
 def _moved(row: dict[str, Any]) -> tuple[str, ...]:
     rates = row["read_bytes_per_s"], row["written_bytes_per_s"]
     ceiling = row["ceiling_bytes_per_s"]
@@ -259,7 +267,7 @@ def _moved(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         *(row["kind"], f"{row['route']}, {row['device']}{disks}", str(row["open"])),
         f"{row['hit_rate']:.1%}" if accesses else "",
-        *(f"{each / 1e9:.3g} GB/s" if each else "0" for each in rates),
+        *map(rate, rates),
         f"{max(rates) / ceiling:.0%} of {ceiling / 1e9:.3g}" if ceiling else "",
         *(thousands(row["waits_per_s"]), thousands(row["counts"]["errors"])),
     )
