@@ -62,6 +62,16 @@ def train(module, optimizer, steps, seed=0):
         optimizer.step()
 
 
+def test_modules_of_a_model_freeze_its_tables(tmp_path):
+    with table(tmp_path / "t.npy", 5) as frozen:
+        model = torch.nn.Sequential(frozen, torch.nn.Linear(5, 1))
+
+        for each in model.modules():
+            each.requires_grad_(False)
+
+        assert not model(torch.tensor([1, 2])).requires_grad
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dim", [5, 32, 100])
 def test_training_equals_torch(tmp_path, name, dim):
