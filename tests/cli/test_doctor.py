@@ -163,6 +163,20 @@ def test_gpu_is_found_and_its_link_measured(tmp_path: Path) -> None:
     assert found["host-GPU link"].values["to_gpu_bytes_per_s"] > 1e9
 
 
+def test_a_machine_without_a_compiler_is_told_what_needs_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    absent = doctor._check_host_compiler()
+    (tmp_path / "g++").touch(0o755)
+    found = doctor._check_host_compiler()
+
+    assert absent.state == "missing"
+    assert "samples of graphs: apt-get install g++" in absent.advice
+    assert (found.state, found.detail) == ("ok", str(tmp_path / "g++"))
+
+
 def test_folder_of_compiled_code_that_is_not_used_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

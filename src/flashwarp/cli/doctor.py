@@ -33,6 +33,7 @@ import flashwarp
 from flashwarp import config
 from flashwarp._jit import cuda_api, nvrtc
 from flashwarp._jit.artifact_cache import ArtifactCache
+from flashwarp._jit.host_compiler import find_compiler
 from flashwarp.cli.doctor_nvme import Machine
 from flashwarp.cli.finding import Finding, State
 from flashwarp.cli.parser import STDOUT, add_json, existing_path, write_json
@@ -114,6 +115,7 @@ def examine(path: Path) -> Iterator[tuple[str, Finding | None]]:
         ("CPU device", lambda: _check_rows("cpu", directory)),
         ("GPU", lambda: _check_gpu(directory)),
         ("run-time compiler", _check_nvrtc),
+        ("C++ compiler", _check_host_compiler),
         ("compiled code", _check_compiled_code),
         ("locked memory", _check_locked_memory),
         ("pinned memory", _check_pinned_memory),
@@ -265,6 +267,18 @@ def _check_nvrtc() -> Finding:
         )
     detail = f"NVRTC {major}.{minor}, for sm_{architectures[0]} to sm_{architectures[-1]}"
     return Finding("ok", detail, values={"architectures": list(architectures)})
+
+
+def _check_host_compiler() -> Finding:
+    try:
+        command = find_compiler()
+    except FlashwarpError:
+        advice = (
+            "needed on the CPU device for your own kernels and policies, and samples of graphs: "
+            "apt-get install g++, or name one by CXX"
+        )
+        return Finding("missing", "neither $CXX nor a compiler on the path", advice)
+    return Finding("ok", " ".join(command))
 
 
 def _check_compiled_code() -> Finding:
