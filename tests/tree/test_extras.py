@@ -41,3 +41,14 @@ def test_no_text_installs_flashwarp_from_an_index() -> None:
     found = [line for line in _lines() if re.search(r"pip install.* '?flashwarp(?![\[-])\b", line)]
 
     assert not found
+
+
+def test_make_takes_the_python_that_is_named_or_none(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+
+    command = ["make", f"{venv}/venv.stamp", f"VENV={venv}", "PYTHON=python3.0"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    assert made.returncode != 0
+    assert "python3.0 >= 3.11 is missing" in made.stderr
+    assert not venv.exists()
