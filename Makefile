@@ -156,11 +156,13 @@ $(VENV)/venv.stamp:
 	@echo '#if __GNUC__ < 12 && !defined(__clang__)' \
 	  | cat - <(echo '#error'; echo '#endif') | g++ -x c++ -fsyntax-only - 2>/dev/null \
 	  || { echo "g++ >= 12 is needed, this is $$(g++ -dumpfullversion)" >&2; exit 1; }
-	@python=; for each in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
+	@python=; for each in \
+	    $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
 	  if "$$each" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    python=$$each; break; fi; done; \
 	[ -n "$$python" ] || { echo '$(or $(PYTHON),Python) >= 3.11 is missing.' \
-	  'On Debian 12 or Ubuntu 24.04 or later: sudo apt-get install python3 python3-venv python3-dev' >&2; exit 1; }; \
+	  'On Debian 12 or Ubuntu 24.04 or later:' \
+	  'sudo apt-get install python3 python3-venv python3-dev' >&2; exit 1; }; \
 	"$$python" -c 'import venv, ensurepip' 2>/dev/null || { echo "$$python has no venv." \
 	  'On Debian or Ubuntu: sudo apt-get install python3-venv' >&2; exit 1; }; \
 	"$$python" -c 'import pathlib, sys, sysconfig; \
