@@ -153,7 +153,7 @@ class Machine:
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a machine lives as long as its process
     def program(self, dtype: str, device: int) -> Any:
         """Return kernels that load and store elements of a type."""
-        return self.program_for(dtype, self.devices[device], None)
+        return self.program_for(dtype, self.devices[device], "clock")
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def program_for(self, dtype: str, device: Any, policy: Any) -> Any:
