@@ -115,12 +115,14 @@ def _measure(
         fw.Cache(capacity, line, peers=names, shared="ranks", device=gpu) as cache,
         fw.open(path, device=gpu, cache=cache) as x,
     ):
-        x.prefetch(slice(None))
-        barrier.wait(_WAIT_S)
 
         def gather(index: Any) -> Any:
             return x.gather(index, stream=torch.cuda.current_stream())
 
+        for part in np.array_split(np.arange(len(data)), _ROUNDS):  # all lines are resident then
+            gather(torch.from_numpy(part).cuda())
+        torch.cuda.synchronize()
+        barrier.wait(_WAIT_S)
         _both(rank, barrier, found, _OURS, gather, ids, draws)
         barrier.wait(_WAIT_S)
     try:
