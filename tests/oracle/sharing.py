@@ -15,6 +15,9 @@ from oracle.model import Rows
 from oracle.steps import step
 from oracle.world import KINDS, Hand, Held
 
+_ELEMENTS_MAX = 2000
+"""That a kernel of a client loads or stores."""
+
 
 @dataclass
 class Shared:
@@ -110,8 +113,9 @@ def use_shared_by_kernel(hand: Hand) -> None:
         return
     held, which = shared.held, hand.random.randrange(2)
     program = hand.machine.program(held.dtype.str[1:], hand.world.device)
-    stores, rows = hand.odds(0.5), hand.ids(held)
     width = int(np.prod(held.row_shape))
+    # Each element asks the owner, and waits for a thread of it.
+    stores, rows = hand.odds(0.5), hand.ids(held, max(1, _ELEMENTS_MAX // width))
     at = (rows[:, np.newaxis] * width + np.arange(width)).reshape(-1).astype(np.uint64)
     values = np.zeros((len(rows), *held.row_shape), held.dtype)
     if stores:
