@@ -129,6 +129,11 @@ class FakeFunction final : public PciFunction {
     return "";
   }
   void interrupt() override {}
+  // The registers of a removed drive read as ones all at once.
+  void remove() {
+    faults.gone = true;
+    while (bar_->read(kDoorbells - 4) != kAllOnes) std::this_thread::yield();
+  }
   void close() noexcept override { closed_ = true; }
   std::string iommu() const override { return "table"; }
   std::string name() const override { return "fake"; }
@@ -411,7 +416,7 @@ void faults_at_the_begin_are_told() {
   }
   fake->faults.fails_opcode = -1;
   open(fake);
-  fake->faults.gone = true;
+  fake->remove();
   require(failure_of([&] { open(fake); }).kind == Kind::kLost, "gone");
 }
 
