@@ -1,4 +1,5 @@
-// What kernels of several benchmarks share: random numbers, plain rows, and reads past the cache.
+// What kernels of several benchmarks share: random numbers and loads, plain rows, and reads past
+// the cache.
 #pragma once
 
 #include "flashwarp/array.cuh"
@@ -11,6 +12,17 @@ FW_HOST_DEVICE uint64_t mix64(uint64_t x) {
   x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdULL;
   x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ULL;
   return x ^ (x >> 33);
+}
+
+// Sums `count` random ones of so many elements.
+template <typename Load>
+FW_DEVICE void sum_random(uint64_t length, uint64_t count, uint64_t seed, uint64_t* sum,
+                          Load load) {
+  uint64_t total = 0;
+  for (uint64_t k = fw::base::thread_index(); k < count; k += fw::base::thread_count()) {
+    total += load(fw::base::multiply_high(mix64(k + seed), length));
+  }
+  fw::atomic::add_relaxed(sum, total);
 }
 
 // Copies rows of 2^shift words of 16 bytes from `source` to `target`, in the order of `ids`: what

@@ -11,6 +11,7 @@ engine that fills the link.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -219,7 +220,7 @@ def _works(bench: CallsBench, sides: list[int]) -> dict[str, _Work]:
     return works
 
 
-class _Beside:
+class _Beside(ABC):
     """Launches on a stream of their own, a neighbour beside, and the rates of both."""
 
     def __init__(self, bench: CallsBench, size: int, seconds: float) -> None:
@@ -227,9 +228,9 @@ class _Beside:
         self.size, self.seconds = size, seconds
         self.stream = bench.torch.cuda.Stream()
 
+    @abstractmethod
     def queue(self) -> None:
         """Queue a launch."""
-        raise NotImplementedError
 
     def finish(self) -> bool:
         """Wait for the launches, and return whether they did what they should."""
@@ -277,7 +278,7 @@ class _Pair(_Beside):
     def measure(self, way: str, works: dict[str, _Work]) -> None:
         """Report for each work the rate that it keeps, and the rate that it leaves the calls."""
         calls = f"cold {self.call.name} of {self.size} rows, {way}"
-        self.rates(None)  # compiles what has to be
+        self.rates(None)  # a first call compiles kernels
         alone, _, checked = self.rates(None)
         for name, work in works.items():
             rate, kept, right = self.rates(work)

@@ -84,16 +84,6 @@ struct counted_cursor {
   }
 };
 
-template <typename Load>
-FW_DEVICE void sum_random(uint64_t length, uint64_t count, uint64_t seed, uint64_t* sum,
-                          Load load) {
-  uint64_t total = 0;
-  for (uint64_t k = fw::base::thread_index(); k < count; k += fw::base::thread_count()) {
-    total += load(fw::base::multiply_high(bench::mix64(k + seed), length));
-  }
-  fw::atomic::add_relaxed(sum, total);
-}
-
 // Warps take spans in turn; their lanes read side by side, kUnroll elements at a time.
 template <typename Several>
 FW_DEVICE void sum_in_order(uint64_t length, uint64_t span, uint64_t* sum, Several several) {
@@ -130,31 +120,31 @@ FW_DEVICE void sum_one_by_one(uint64_t length, uint64_t span, uint64_t* sum, Loa
 FW_KERNEL
 random_array(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint64_t count, uint64_t seed,
              uint64_t* sum) {
-  sum_random(data.size(), count, seed, sum, [&](uint64_t i) { return data[i]; });
+  bench::sum_random(data.size(), count, seed, sum, [&](uint64_t i) { return data[i]; });
 }
 FW_KERNEL
 random_counted(uint32_t* states, const uint32_t* frames, const uint32_t* base, uint32_t line_shift,
                uint64_t length, uint64_t count, uint64_t seed, uint64_t* sum) {
   const counted<true> table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
-  sum_random(length, count, seed, sum, [&](uint64_t i) { return table.load(i); });
+  bench::sum_random(length, count, seed, sum, [&](uint64_t i) { return table.load(i); });
 }
 FW_KERNEL
 random_unordered(uint32_t* states, const uint32_t* frames, const uint32_t* base,
                  uint32_t line_shift, uint64_t length, uint64_t count, uint64_t seed,
                  uint64_t* sum) {
   const counted<false> table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
-  sum_random(length, count, seed, sum, [&](uint64_t i) { return table.load(i); });
+  bench::sum_random(length, count, seed, sum, [&](uint64_t i) { return table.load(i); });
 }
 FW_KERNEL
 random_streamed(uint32_t* states, const uint32_t* frames, const uint32_t* base, uint32_t line_shift,
                 uint64_t length, uint64_t count, uint64_t seed, uint64_t* sum) {
   const counted<true, true> table = {states, frames, reinterpret_cast<const char*>(base),
                                      line_shift};
-  sum_random(length, count, seed, sum, [&](uint64_t i) { return table.load(i); });
+  bench::sum_random(length, count, seed, sum, [&](uint64_t i) { return table.load(i); });
 }
 FW_KERNEL
 random_plain(const uint32_t* data, uint64_t length, uint64_t count, uint64_t seed, uint64_t* sum) {
-  sum_random(length, count, seed, sum, [&](uint64_t i) { return data[i]; });
+  bench::sum_random(length, count, seed, sum, [&](uint64_t i) { return data[i]; });
 }
 
 FW_KERNEL

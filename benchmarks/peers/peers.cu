@@ -17,24 +17,13 @@ FW_KERNEL homes(const FW_GRID_CONSTANT array<const uint32_t> data, uint32_t* pla
   }
 }
 
-// Sums random elements, `count` in all.
-template <typename Load>
-FW_DEVICE void sum_random(uint64_t length, uint64_t count, uint64_t seed, uint64_t* sum,
-                          Load load) {
-  uint64_t total = 0;
-  for (uint64_t k = base::thread_index(); k < count; k += base::thread_count()) {
-    total += load(base::multiply_high(bench::mix64(k + seed), length));
-  }
-  atomic::add_relaxed(sum, total);
-}
-
 FW_KERNEL elements_array(const FW_GRID_CONSTANT array<const uint32_t> data, uint64_t count,
                          uint64_t seed, uint64_t* sum) {
-  sum_random(data.size(), count, seed, sum, [&](uint64_t i) { return data[i]; });
+  bench::sum_random(data.size(), count, seed, sum, [&](uint64_t i) { return data[i]; });
 }
 
 FW_KERNEL elements_plain(uint64_t address, uint64_t length, uint64_t count, uint64_t seed,
                          uint64_t* sum) {
   const uint32_t* data = reinterpret_cast<const uint32_t*>(address);
-  sum_random(length, count, seed, sum, [&](uint64_t i) { return data[i]; });
+  bench::sum_random(length, count, seed, sum, [&](uint64_t i) { return data[i]; });
 }

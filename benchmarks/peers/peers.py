@@ -237,7 +237,7 @@ class _Bench:
     def _rate(self, arrays: list[fw.Array], draw: str = _DRAWS[0]) -> tuple[float, bool]:
         """Read random rows by all arrays at once; returns GB/s of all, and whether they came.
 
-        No call reads the rows of another, so that only what the caches hold is found in them.
+        Each call draws its own rows, so a hit is on a line that the cache held already.
         """
         with contextlib.ExitStack() as made:
             operands = []
