@@ -153,7 +153,7 @@ class LineSession:
         raise SharedCacheError(f"a process asks to {what} the lines from {begin}")
 
     def close(self) -> None:
-        """Take back what the process still has: it has died."""
+        """Note that the process has died, if it has not given all numbers back."""
         held = +self._held
         if held:
             self._lines.lose(self._pid, held)
