@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -233,6 +235,32 @@ def kills_leave_nothing_wrong() -> None:
     mine.close()
 
 
+def a_lost_cache_gives_its_name_back() -> None:
+    """Also in a cycle; a child of its process, however it ends, takes nothing away."""
+    mine = cache()
+    x = opened(mine)
+    for at_exit in (False, True):
+        child = os.fork()
+        if child == 0:
+            mine.close()
+            if at_exit:
+                atexit._run_exitfuncs()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    with cache() as other, opened(other) as y:
+        assert other._peers._listener is None, "the name has gone"
+        assert (y[:] == content()).all()
+        assert y.stats.misses == 150
+        assert (x[:] == content()).all()
+        assert x.stats.misses == 0
+    x.close()
+    mine.itself = mine
+    del x, mine
+    gc.collect()
+    with cache() as again:
+        assert again._peers._listener is not None, "the lost cache has kept its name"
+
+
 @pytest.mark.parametrize(
     ("check", "count", "dies"),
     [
@@ -240,6 +268,7 @@ def kills_leave_nothing_wrong() -> None:
         (more_lines_than_the_cache_holds, 3, None),
         (files_have_their_own_lines, 3, None),
         (differences_are_said, 2, None),
+        (a_lost_cache_gives_its_name_back, 1, None),
         (a_rank_that_dies_is_said, 3, 2),
         (the_others_outlive_who_made_it, 3, 0),
     ],
