@@ -10,8 +10,8 @@ namespace fw::native {
 namespace {
 
 constexpr std::chrono::nanoseconds kBeat(nvme::kBeatNs);
-// From a look to the next. Each costs a timer interrupt, some 30 us in a virtual machine, so every
-// second one is a beat: 0.2 % of a core.
+// From a look to the next. Each costs a timer interrupt, tens of microseconds in a virtual machine,
+// so every second one is a beat.
 constexpr std::chrono::nanoseconds kLook = kBeat / 2;
 
 }  // namespace
@@ -85,8 +85,8 @@ void Heart::beat(uint32_t thread) {
       }
     }
     for (const auto& [who, look] : looks_) look();
-    const steady_clock::time_point look = next - kLook;
-    ends_.wait_until(guard, looks_.empty() || now >= look ? next : look);
+    const steady_clock::time_point between = next - kLook;
+    ends_.wait_until(guard, looks_.empty() || now >= between ? next : between);
   }
 }
 
