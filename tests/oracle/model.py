@@ -31,7 +31,7 @@ class Rows:
         """Rows have these values from now on."""
         self.now[rows] = values
         self.log.append((who, rows, values))
-        for read in self.loose:
+        for read in list(self.loose):  # another thread may settle one meanwhile
             read.may(rows)
 
     def read(self, rows: npt.NDArray[np.int64]) -> Read:

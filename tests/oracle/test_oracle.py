@@ -130,6 +130,15 @@ def test_a_read_in_flight_may_see_later_stores_in_part() -> None:
     assert not model.loose
 
 
+def test_a_read_in_flight_may_be_settled_while_another_hears_of_a_store() -> None:
+    model = rows()
+    first, second = model.read_loosely(np.array([1])), model.read_loosely(np.array([1]))
+    first.may = lambda _: first.check(np.array([[2, 3]]))  # type: ignore[method-assign]
+    model.store("line 1", np.array([1]), np.array([[7, 7]]))
+
+    second.check(np.array([[7, 7]]))
+
+
 def test_only_known_rows_are_checked() -> None:
     read = rows().read(np.array([0, 1]))
 
