@@ -82,7 +82,8 @@ void run_on_range(Storage& storage, uint64_t offset, uint64_t nbytes) {
   run(storage, [&](IoFailure* failure) { return (storage.*kAct)(offset, nbytes, failure); });
 }
 
-// A callable that threads without the GIL call, and drop.
+// A callable that threads without the GIL call, and drop. Commands that a kernel waits for must not
+// need one: whoever has the GIL may wait for the kernel, and Python's collector runs anything.
 class OwnerCall {
  public:
   explicit OwnerCall(nb::object call) : call_(std::make_shared<Held>(std::move(call))) {}
@@ -124,15 +125,23 @@ void bind_image_storage(nb::module_& m) {
       .def(
           "__init__",
           [](ImageStorage* self, std::shared_ptr<Storage> file, int fd,
-             std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint32_t> layout, uint64_t nbytes,
-             bool writable, const std::string& path, nb::object mark, nb::object sync) {
-            const auto& [data_begin, block_bytes, range_bytes, slots, table_slots] = layout;
-            new (self) ImageStorage(std::move(file), fd,
-                                    {data_begin, block_bytes, range_bytes, slots, table_slots},
-                                    nbytes, writable, path, {OwnerCall(mark), OwnerCall(sync)});
+             std::tuple<uint64_t, uint64_t, uint64_t, uint32_t> layout, uint64_t nbytes,
+             bool writable, const std::string& path,
+             std::tuple<uint64_t, uint64_t, nb::bytes, uint64_t, nb::bytes> marks,
+             nb::object sync) {
+            const auto& [data_begin, block_bytes, slots, table_slots] = layout;
+            const auto& [begin, range_bytes, identity, generation, marked] = marks;
+            new (self)
+                ImageStorage(std::move(file), fd, {data_begin, block_bytes, slots, table_slots},
+                             nbytes, writable, path,
+                             std::make_unique<ImageMarks>(
+                                 fd, ImageMarks::Layout{begin, range_bytes, nbytes},
+                                 std::string(identity.c_str(), identity.size()), generation,
+                                 std::string(marked.c_str(), marked.size())),
+                             OwnerCall(sync));
           },
           nb::arg("file").none(), nb::arg("fd"), nb::arg("layout"), nb::arg("nbytes"),
-          nb::arg("writable"), nb::arg("path"), nb::arg("mark"), nb::arg("sync"))
+          nb::arg("writable"), nb::arg("path"), nb::arg("marks"), nb::arg("sync"))
       .def(
           "load_table",
           [](ImageStorage& s, uint64_t index, uint64_t slot, nb::handle entries) {
@@ -148,26 +157,30 @@ void bind_image_storage(nb::module_& m) {
              return nb::bytes(words.data(), words.size() * sizeof(uint64_t));
            })
       .def(
-          "pause",
-          [](ImageStorage& s, uint32_t limit_ms) {
-            const int error = unlocked([&] { return s.pause(limit_ms); });
+          "begin_sync",
+          [](ImageStorage& s, uint64_t generation, uint32_t limit_ms) {
+            ImageStorage::Snapshot taken;
+            const int error = unlocked([&] { return s.begin_sync(generation, limit_ms, taken); });
             if (error == kForked) throw std::runtime_error(kForkMessage);
             if (error != 0) raise_os_error(error, error_text(error), "");
+            nb::list tables;
+            for (const auto& [index, table] : taken.tables) {
+              const size_t nbytes = table.entries.size() * sizeof(uint64_t);
+              tables.append(
+                  nb::make_tuple(index, table.slot, nb::bytes(table.entries.data(), nbytes)));
+            }
+            const size_t nbytes = taken.used.size() * sizeof(uint64_t);
+            return nb::make_tuple(tables, nb::bytes(taken.used.data(), nbytes));
           },
-          nb::arg("limit_ms"))
+          nb::arg("generation"), nb::arg("limit_ms"))
       .def(
-          "resume", [](ImageStorage& s, bool synced) { unlocked([&] { s.resume(synced); }); },
+          "end_sync", [](ImageStorage& s, bool synced) { unlocked([&] { s.end_sync(synced); }); },
           nb::arg("synced"))
-      .def("changed",
-           [](const ImageStorage& s) {
-             nb::list found;
-             for (const auto& [index, table] : unlocked([&] { return s.changed(); })) {
-               const size_t nbytes = table.entries.size() * sizeof(uint64_t);
-               found.append(
-                   nb::make_tuple(index, table.slot, nb::bytes(table.entries.data(), nbytes)));
-             }
-             return found;
-           })
+      .def_prop_ro("marked", [](ImageStorage& s) { return s.marks().any(); })
+      .def_prop_ro("broken", [](ImageStorage& s) { return s.marks().broken(); })
+      .def(
+          "break_off", [](ImageStorage& s, int error) { s.marks().break_off(error); },
+          nb::arg("error"))
       .def("detach", [](ImageStorage& s) { unlocked([&] { s.detach(); }); });
 }
 

@@ -1,4 +1,4 @@
-// Translation, allocation and marks; see image_storage.h.
+// Translation and allocation; see image_storage.h.
 #include "storage/image_storage.h"
 
 #include <fcntl.h>
@@ -16,7 +16,7 @@
 namespace fw::native {
 namespace {
 
-// Longer than any sync takes whose disk still answers.
+// A sync takes its tables in much less.
 constexpr std::chrono::minutes kPauseLimit{5};
 constexpr size_t kZeroBytes = 256 << 10;
 constexpr uint32_t kWordBits = 64;
@@ -51,6 +51,10 @@ class ImageStorage::Turn {
       error_ = ETIMEDOUT;
       return;
     }
+    if (storage.sync_ == nullptr) {
+      error_ = ECANCELED;
+      return;
+    }
     ++storage.writing_;
   }
   ~Turn() {
@@ -69,16 +73,17 @@ class ImageStorage::Turn {
 };
 
 ImageStorage::ImageStorage(std::shared_ptr<Storage> file, int fd, const ImageLayout& layout,
-                           uint64_t nbytes, bool writable, std::string path, Owner owner)
+                           uint64_t nbytes, bool writable, std::string path,
+                           std::unique_ptr<ImageMarks> marks, Sync sync)
     : Storage(nbytes, writable),
       file_(std::move(file)),
       fd_(fd),
       layout_(layout),
       path_(std::move(path)),
-      marked_((nbytes / layout.range_bytes) / kWordBits + 1),
-      owner_(std::make_shared<const Owner>(std::move(owner))) {
-  if (!std::has_single_bit(layout.block_bytes) || !std::has_single_bit(layout.range_bytes)) {
-    throw std::invalid_argument("blocks and ranges are powers of two");
+      marks_(std::move(marks)),
+      sync_(std::make_shared<const Sync>(std::move(sync))) {
+  if (!std::has_single_bit(layout.block_bytes)) {
+    throw std::invalid_argument("blocks are powers of two");
   }
   if (file_ != nullptr && file_->nbytes() != nbytes) {
     throw std::invalid_argument("the file has another size than the image");
@@ -91,43 +96,6 @@ ImageStorage::ImageStorage(std::shared_ptr<Storage> file, int fd, const ImageLay
 int ImageStorage::fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const {
   if (error != 0 && failure != nullptr) *failure = {path_, offset, n};
   return error;
-}
-
-// Marks.
-
-int ImageStorage::mark(uint64_t offset, uint64_t n) {
-  const uint64_t first = offset / layout_.range_bytes;
-  const uint64_t end = (offset + n - 1) / layout_.range_bytes + 1;
-  const auto all_marked = [&] {
-    for (uint64_t range = first; range != end; ++range) {
-      // Acquire: the mark is durable.
-      const uint64_t word = marked_[range / kWordBits].load(std::memory_order_acquire);
-      if ((word >> range % kWordBits & 1) == 0) return false;
-    }
-    return true;
-  };
-  if (all_marked()) return 0;
-  const std::lock_guard guard(marking_);
-  if (all_marked()) return 0;
-  std::shared_ptr<const Owner> owner;
-  {
-    const std::lock_guard turns(turns_);
-    owner = owner_;
-  }
-  if (owner == nullptr) return ECANCELED;
-  // Each call costs a sync, so each one marks twice as much as the one before.
-  const uint64_t window = uint64_t(1) << std::min(marks_, 62u);
-  const uint64_t ranges = (nbytes() - 1) / layout_.range_bytes + 1;
-  const uint64_t from = first / window * window;
-  const uint64_t to = std::min(ranges, ((end - 1) / window + 1) * window);
-  if (const int error = owner->mark(from, to)) return error;
-  ++marks_;
-  for (uint64_t range = from; range != to; ++range) {
-    // Release: see above.
-    marked_[range / kWordBits].fetch_or(uint64_t(1) << range % kWordBits,
-                                        std::memory_order_release);
-  }
-  return 0;
 }
 
 // Slots.
@@ -273,7 +241,8 @@ int ImageStorage::store(uint64_t offset, const std::byte* data, uint64_t n, IoFa
     const std::shared_lock guard(map_);
     return !freed_.empty();
   };
-  // The slots of discarded blocks can be taken after a sync, which must not name them any more.
+  // The slots of discarded blocks can be taken after a sync, which must not name them any more. It
+  // runs Python, but only an image that is full comes here.
   if (error != ENOSPC || !has_freed()) return error;
   if (const int failed = flush(failure)) return failed;
   return store_in_slots(offset, data, n, failure);
@@ -285,7 +254,7 @@ int ImageStorage::store_in_slots(uint64_t offset, const std::byte* data, uint64_
   if (n == 0) return 0;
   const Turn turn(*this);
   if (turn.error() != 0) return fail(turn.error(), offset, n, failure);
-  if (const int error = mark(offset, n)) return fail(error, offset, n, failure);
+  if (const int error = marks_->make(offset, n)) return fail(error, offset, n, failure);
   if (file_ != nullptr) return file_->write(offset, data, n, failure);
   if (const int error = make_blocks(offset, n)) return fail(error, offset, n, failure);
   const std::shared_lock guard(map_);
@@ -306,7 +275,7 @@ int ImageStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (n == 0) return 0;
   const Turn turn(*this);
   if (turn.error() != 0) return fail(turn.error(), offset, n, failure);
-  if (const int error = mark(offset, n)) return fail(error, offset, n, failure);
+  if (const int error = marks_->make(offset, n)) return fail(error, offset, n, failure);
   if (file_ != nullptr) return file_->write_zeroes(offset, n, failure);
   const std::unique_lock guard(map_);
   const int error = for_each_part(offset, n, [&](const Part& part) {
@@ -335,12 +304,12 @@ int ImageStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
 int ImageStorage::flush(IoFailure* failure) {
   if (in_forked_child()) return fail(kForked, 0, nbytes(), failure);
   if (!writable()) return 0;
-  std::shared_ptr<const Owner> owner;
+  std::shared_ptr<const Sync> sync;
   {
     const std::lock_guard guard(turns_);
-    owner = owner_;
+    sync = sync_;
   }
-  return fail(owner == nullptr ? ECANCELED : owner->sync(), 0, nbytes(), failure);
+  return fail(sync == nullptr ? ECANCELED : (*sync)(), 0, nbytes(), failure);
 }
 
 void ImageStorage::collect_files(std::vector<int>& files) const {
@@ -389,55 +358,61 @@ std::vector<uint64_t> ImageStorage::used() const {
   const std::shared_lock guard(map_);
   std::vector<uint64_t> words = used_;
   while (!words.empty() && words.back() == 0) words.pop_back();
-  // Nothing names them any more in the tables that are taken with this.
-  for (const uint64_t slot : freed_) words[slot / kWordBits] &= ~(uint64_t(1) << slot % kWordBits);
   return words;
 }
 
-int ImageStorage::pause(uint32_t limit_ms) {
+int ImageStorage::begin_sync(uint64_t generation, uint32_t limit_ms, Snapshot& snapshot) {
   if (in_forked_child()) return kForked;
   std::unique_lock guard(turns_);
-  const auto limit = std::chrono::milliseconds(limit_ms);
-  if (!turn_ends_.wait_for(guard, limit, [&] { return !paused_; })) return ETIMEDOUT;
   paused_ = true;
-  if (turn_ends_.wait_for(guard, limit, [&] { return writing_ == 0; })) return 0;
-  paused_ = false;
-  turn_ends_.notify_all();
-  return ETIMEDOUT;
-}
-
-void ImageStorage::resume(bool synced) {
-  if (synced) {
-    {
-      const std::unique_lock guard(map_);
-      for (auto& [index, table] : tables_) table.changed = false;
-      for (const uint64_t slot : freed_) {
-        used_[slot / kWordBits] &= ~(uint64_t(1) << slot % kWordBits);
-        search_from_ = std::min(search_from_, slot);
-      }
-      freed_.clear();
+  const bool alone = turn_ends_.wait_for(guard, std::chrono::milliseconds(limit_ms),
+                                         [&] { return writing_ == 0; });
+  if (alone) {
+    const std::unique_lock tables(map_);
+    take_back();  // of a sync that never ended
+    for (auto& [index, table] : tables_) {
+      if (!table.changed || table.slot == kNoSlot) continue;
+      table.changed = false;
+      syncing_tables_.push_back(index);
+      snapshot.tables.emplace_back(index, table);
     }
-    const std::lock_guard guard(marking_);
-    marks_ = 0;
-    for (auto& word : marked_) word.store(0, std::memory_order_relaxed);
+    syncing_freed_.swap(freed_);
+    snapshot.used = used_;
+    // Nothing names them any more in these tables.
+    for (const uint64_t slot : syncing_freed_) {
+      snapshot.used[slot / kWordBits] &= ~(uint64_t(1) << slot % kWordBits);
+    }
+    while (!snapshot.used.empty() && snapshot.used.back() == 0) snapshot.used.pop_back();
+    marks_->begin(generation);
   }
-  const std::lock_guard guard(turns_);
   paused_ = false;
   turn_ends_.notify_all();
+  return alone ? 0 : ETIMEDOUT;
 }
 
-std::vector<std::pair<uint64_t, ImageStorage::Table>> ImageStorage::changed() const {
-  const std::shared_lock guard(map_);
-  std::vector<std::pair<uint64_t, Table>> found;
-  for (const auto& [index, table] : tables_) {
-    if (table.changed && table.slot != kNoSlot) found.emplace_back(index, table);
+// Lets the next sync take what the last one took. Under map_.
+void ImageStorage::take_back() {
+  for (const uint64_t index : syncing_tables_) tables_[index].changed = true;
+  freed_.insert(freed_.end(), syncing_freed_.begin(), syncing_freed_.end());
+  syncing_tables_.clear();
+  syncing_freed_.clear();
+}
+
+void ImageStorage::end_sync(bool synced) {
+  const std::unique_lock guard(map_);
+  if (!synced) return take_back();
+  for (const uint64_t slot : syncing_freed_) {
+    used_[slot / kWordBits] &= ~(uint64_t(1) << slot % kWordBits);
+    search_from_ = std::min(search_from_, slot);
   }
-  return found;
+  syncing_tables_.clear();
+  syncing_freed_.clear();
+  marks_->forget_older();
 }
 
 void ImageStorage::detach() {
   const std::lock_guard guard(turns_);
-  owner_ = nullptr;
+  sync_ = nullptr;
 }
 
 }  // namespace fw::native

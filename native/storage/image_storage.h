@@ -1,17 +1,16 @@
 // The data of an image (docs/files.md): blocks in slots of a file, and which ranges were written.
 //
-// It translates and allocates; the image's owner reads and writes all tables. A write first looks
-// whether its ranges are marked as written since the last sync. If not, the owner must make the
-// marks durable. To sync, the owner calls `pause`: then no write is under way and none begins. So
-// the tables that it takes name all blocks that were written, and the marks of the next generation
-// miss no write.
+// It translates, allocates and marks (image_marks.h); the image's owner reads and writes all
+// tables. To sync, the owner calls `begin_sync`, which takes the tables at a moment when no write
+// is under way: so they name all blocks that were written, and all later writes make marks that
+// count under the next header, too. Writes go on while the owner makes tables and header durable.
+// Then it calls `end_sync`.
 //
 // If the data is fixed, block n lies in slot n, and nothing is allocated. Otherwise a block without
 // a slot reads as zeros, and gets a slot at its first write. A slot that was freed is taken again
 // only after the next sync, because the tables on the disk still name it.
 #pragma once
 
-#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <cstdint>
@@ -24,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "storage/image_marks.h"
 #include "storage/storage.h"
 
 namespace fw::native {
@@ -31,7 +31,6 @@ namespace fw::native {
 struct ImageLayout {
   uint64_t data_begin;   // of slot 0 in the file
   uint64_t block_bytes;  // of a slot, and of a block: a power of two
-  uint64_t range_bytes;  // that one mark stands for: a power of two
   uint64_t slots;        // the most
   uint32_t table_slots;  // consecutive slots of one table
 };
@@ -41,22 +40,24 @@ class ImageStorage final : public Storage {
   static constexpr uint64_t kTableBlocks = 500;  // blocks that one table names
   static constexpr uint64_t kNoSlot = ~uint64_t(0);
 
-  // What only the owner can do. Each returns 0 or an errno value. `mark` makes durable that ranges
-  // [first, end) may have been written; one call at a time. `sync` makes all durable.
-  struct Owner {
-    std::function<int(uint64_t first, uint64_t end)> mark;
-    std::function<int()> sync;
-  };
+  // Makes all durable, which only the owner can: returns 0 or an errno value. It runs Python, so
+  // no kernel should wait for it.
+  using Sync = std::function<int()>;
   struct Table {
     uint64_t slot = kNoSlot;
     std::vector<uint64_t> entries;  // the slot plus one, or 0; kTableBlocks of them
-    bool changed = false;
+    bool changed = false;           // since the last sync
+  };
+  // What a sync makes durable.
+  struct Snapshot {
+    std::vector<std::pair<uint64_t, Table>> tables;  // that have changed since the last sync
+    std::vector<uint64_t> used;                      // see `used`
   };
 
   // `file` is the whole data of a fixed image, from slot 0 on; else null. `fd` stays the caller's,
   // as long as the storage is in use.
   ImageStorage(std::shared_ptr<Storage> file, int fd, const ImageLayout& layout, uint64_t nbytes,
-               bool writable, std::string path, Owner owner);
+               bool writable, std::string path, std::unique_ptr<ImageMarks> marks, Sync sync);
 
   int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
   int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
@@ -77,14 +78,16 @@ class ImageStorage final : public Storage {
   // The words of the bitmap of slots, as many as have a bit set.
   std::vector<uint64_t> used() const;
 
-  // Waits until no write is under way, and lets none begin before `resume`.
-  int pause(uint32_t limit_ms);
-  // `synced`: the tables that were taken are durable, so all marks end and freed slots are free.
-  void resume(bool synced);
-  // While paused: the tables that have changed since the last sync.
-  std::vector<std::pair<uint64_t, Table>> changed() const;
+  // Takes what the header of `generation` is to make durable, at a moment without a write. Waits
+  // for that at most `limit_ms`. Returns 0 or an errno value. One sync at a time.
+  int begin_sync(uint64_t generation, uint32_t limit_ms, Snapshot& snapshot);
+  // `synced`: that header is durable, so older marks end, and slots that were freed before are
+  // free. Otherwise the next sync takes all of it again.
+  void end_sync(bool synced);
 
-  // Drops the owner: marks and syncs fail from now on.
+  ImageMarks& marks() { return *marks_; }
+
+  // Drops the owner: writes and syncs fail from now on.
   void detach();
 
  private:
@@ -103,10 +106,10 @@ class ImageStorage final : public Storage {
   // Calls act(part) for runs of neighbouring slots, or of blocks without, until one fails.
   template <typename Act>
   int for_each_part(uint64_t offset, uint64_t n, Act act) const;
-  int mark(uint64_t offset, uint64_t n);
   int make_blocks(uint64_t offset, uint64_t n);
   int make_block(uint64_t block);
   int take(uint32_t count, uint64_t& slot);
+  void take_back();
   bool is_used(uint64_t slot) const;
   void set_used(uint64_t slot);
   int store(uint64_t offset, const std::byte* data, uint64_t n, IoFailure* failure);
@@ -120,18 +123,18 @@ class ImageStorage final : public Storage {
 
   mutable std::shared_mutex map_;  // the tables; shared while slots are read or written
   std::unordered_map<uint64_t, Table> tables_;
-  std::vector<uint64_t> used_;   // guarded by map_
-  uint64_t search_from_ = 0;     // no slot before it is free; guarded by map_
-  uint64_t file_end_ = 0;        // of the file; the slots behind are zeros; guarded by map_
-  std::vector<uint64_t> freed_;  // slots; guarded by map_
+  std::vector<uint64_t> used_;           // guarded by map_
+  uint64_t search_from_ = 0;             // no slot before it is free; guarded by map_
+  uint64_t file_end_ = 0;                // of the file; the slots behind are zeros; guarded by map_
+  std::vector<uint64_t> freed_;          // slots, since the last sync began; guarded by map_
+  std::vector<uint64_t> syncing_freed_;  // slots, before the sync that is under way; by map_
+  std::vector<uint64_t> syncing_tables_;  // that it takes; by map_
 
-  std::mutex marking_;  // one call of `mark` at a time
-  uint32_t marks_ = 0;  // calls of `mark` since the last sync, guarded by marking_
-  std::vector<std::atomic<uint64_t>> marked_;
+  const std::unique_ptr<ImageMarks> marks_;
 
   std::mutex turns_;
   std::condition_variable turn_ends_;
-  std::shared_ptr<const Owner> owner_;  // guarded by turns_, as is the next
+  std::shared_ptr<const Sync> sync_;  // guarded by turns_, as are the next; null: detached
   uint32_t writing_ = 0;
   bool paused_ = false;
 };

@@ -713,6 +713,11 @@ static void end_all_works(void) {
   const uint64_t end = work_count;
   while (do_works(0) && work_first < end) usleep(20);
 }
+CUresult cuCtxSynchronize(void) {
+  ENTER_CONTEXT;
+  end_all_works();
+  return kSuccess;
+}
 CUresult cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void* stream) {
   ENTER_CONTEXT;
   if (!in_one_memory(target, nbytes) || !in_one_memory(source, nbytes)) return kInvalidValue;
@@ -1154,6 +1159,7 @@ static const struct {
     CALL(cuCtxPopCurrent),
     CALL(cuCtxGetCurrent),
     CALL(cuCtxGetDevice),
+    CALL(cuCtxSynchronize),
     CALL(cuStreamGetCtx),
     CALL(cuThreadExchangeStreamCaptureMode),
     CALL(cuStreamGetCaptureInfo),

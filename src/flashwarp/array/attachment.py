@@ -39,7 +39,7 @@ from flashwarp.launch.order import Order
 from flashwarp.launch.rows import RowFormat
 from flashwarp.nvme import Controller, Destination, Service
 from flashwarp.observing import counting
-from flashwarp.storage import Namespace
+from flashwarp.storage import Namespace, Storage
 from flashwarp.storage.composite import serve
 from flashwarp.transfer import DeviceQueue
 
@@ -334,6 +334,9 @@ class Attachment(endings.NotCopied):
         self.maintain("flush_lines")
         if self.flush_failure is not None:
             raise _again(self.flush_failure)
+        if isinstance(self.storage, Storage) and self.storage.flushes_in_python:
+            self.storage.flush_served()
+            return
         try:
             warps = self.launcher.service.namespace_count
             self.maintain("submit_command", warps=warps, opcode=_FLUSH)

@@ -140,6 +140,9 @@ class Storage(Namespace):
     b'\x00\x00flash\x00\x00'
     """
 
+    flushes_in_python = False
+    """Whether a flush runs Python, which no kernel should wait for."""
+
     def __init__(self, native: _native.Storage) -> None:
         super().__init__(native.nbytes, native.writable)
         self._native: Any = native
@@ -200,6 +203,11 @@ class Storage(Namespace):
         """Make all writes durable; blocks."""
         with typed_errors("flush"):
             self.native.flush()
+
+    def flush_served(self) -> None:
+        """Flush for an array that serves the storage, which may be closed meanwhile."""
+        with typed_errors("flush"):
+            cast("_native.Storage", self._native).flush()
 
     def _let_go(self) -> None:
         self._native = None

@@ -64,6 +64,11 @@ class Composite(Storage, ABC):
             raise ArgumentError(str(error)) from error
         super().__init__(native)
 
+    @property
+    def flushes_in_python(self) -> bool:  # type: ignore[override]
+        """Whether a member's flush runs Python."""
+        return any(member.flushes_in_python for member in self.members)
+
     @abstractmethod
     def _combine(self, natives: list[_native.Storage]) -> _native.Storage:
         """Make the native storage."""

@@ -1,77 +1,108 @@
 """What a power cut may leave of an image: a record of writes and syncs, and the files it allows.
 
 Until a sync, each sector of a write may be lost, whatever its neighbours hold, and so may the
-file's new size. Data is written by native code, so changes of the file are found by comparing it
-with what it held before.
+file's new size. The record is made below the C library, by `disk_recorder.c`.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import functools
+import os
 import random
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flashwarp.file.gvdk import Gvdk
-from flashwarp.file.gvdk.tables import Disk
 
 SECTOR = 512
+_HEAD = struct.Struct("<QQQ")
+_WRITE, _SIZE, _SYNC, _MARK = range(4)
 
 
 @dataclass
 class Event:
-    """What happened: sectors were written, the file was synced, or the test has come so far."""
+    """What happened: bytes were written, the file was cut or synced, or the program came so far."""
 
-    sectors: dict[int, bytes] = field(default_factory=dict)
+    pieces: list[tuple[int, bytes]] = field(default_factory=list)  # within a sector each
     size: int | None = None
     synced: bool = False
-    mark: Any = None
+    mark: int | None = None
 
 
-class Recorder:
-    """Records what happens to the file of an image, while it is open."""
+@functools.cache
+def _recorder() -> Path:
+    compile_c = shutil.which("cc") or shutil.which("gcc")
+    if compile_c is None:
+        pytest.skip("no C compiler")
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    source, library = Path(__file__).with_name("disk_recorder.c"), folder / "disk_recorder.so"
+    options = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([compile_c, *options, str(source), "-o", str(library), "-ldl"], check=True)
+    return library
 
-    def __init__(self, path: Path, patch: pytest.MonkeyPatch) -> None:
-        self._path = path
-        self.first = self._content = path.read_bytes()
-        self.events: list[Event] = []
-        write, sync = Disk.write, Disk.flush
 
-        def recorded_write(disk: Disk, offset: int, data: bytes) -> None:
-            self.look()
-            write(disk, offset, data)
-            self.look()
+def recorded(program: str, path: Path, *arguments: object) -> tuple[str, Record]:
+    """Run a program that calls `begin` with the path; return what it prints, and the record."""
+    first, events = path.read_bytes(), path.with_suffix(".events")
+    ran = subprocess.run(
+        [sys.executable, "-m", program, str(path), str(events), *map(str, arguments)],
+        env={**os.environ, "LD_PRELOAD": str(_recorder()), "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return ran.stdout, Record(first, list(_read(events.read_bytes())))
 
-        def recorded_sync(disk: Disk) -> None:
-            self.look()
-            sync(disk)
-            self.events.append(Event(synced=True))
 
-        patch.setattr(Disk, "write", recorded_write)
-        patch.setattr(Disk, "flush", recorded_sync)
+def begin(path: str, events: str) -> Callable[[int], None]:
+    """Record what happens to a file from now on; returns what notes how far the program is."""
+    recorder = ctypes.CDLL(None)
+    recorder.record_begin(os.open(path, os.O_RDONLY), os.open(events, os.O_WRONLY | os.O_CREAT))
+    recorder.record_mark.argtypes = [ctypes.c_uint64]
+    return recorder.record_mark
 
-    def look(self) -> None:
-        """Note what has changed in the file since the last look."""
-        now, before = self._path.read_bytes(), self._content
-        if now == before:
-            return
-        event = Event(size=len(now) if len(now) != len(before) else None)
-        for begin in range(0, len(now), SECTOR):
-            sector = now[begin : begin + SECTOR]
-            if sector != before[begin : begin + SECTOR].ljust(len(sector), b"\0"):
-                event.sectors[begin] = sector
-        self.events.append(event)
-        self._content = now
 
-    def mark(self, what: Any) -> None:
-        """Note that the test has come so far."""
-        self.look()
-        self.events.append(Event(mark=what))
+def _read(data: bytes) -> Iterator[Event]:
+    at = 0
+    while at < len(data):
+        kind, first, second = _HEAD.unpack_from(data, at)
+        at += _HEAD.size
+        if kind == _WRITE:
+            yield Event(pieces=list(_pieces(first, data[at : at + second])))
+            at += second
+        elif kind == _SIZE:
+            yield Event(size=first)
+        else:
+            yield Event(synced=True) if kind == _SYNC else Event(mark=first)
 
-    def states(self, each: int, seed: int) -> Iterator[tuple[bytes, list[Any]]]:
+
+def _pieces(offset: int, data: bytes) -> Iterator[tuple[int, bytes]]:
+    done = 0
+    while done < len(data):
+        step = SECTOR - (offset + done) % SECTOR
+        yield offset + done, data[done : done + step]
+        done += step
+
+
+@dataclass
+class Record:
+    """A file as it was, and what happened to it."""
+
+    first: bytes
+    events: list[Event]
+
+    def states(self, each: int, seed: int) -> Iterator[tuple[bytes, list[int]]]:
         """Yield files that a cut may leave, and the marks before it.
 
         For each event: nothing of what was not synced is left, all of it, and `each` times a part.
@@ -101,10 +132,10 @@ def _left(durable: bytearray, pending: list[Event], choose: Callable[[], bool]) 
     for event in pending:
         if event.size is not None and choose():
             content = content[: event.size].ljust(event.size, b"\0")
-        for begin, sector in event.sectors.items():
+        for begins, piece in event.pieces:
             if choose():
-                content = content.ljust(begin + len(sector), b"\0")
-                content[begin : begin + len(sector)] = sector
+                content = content.ljust(begins + len(piece), b"\0")
+                content[begins : begins + len(piece)] = piece
     return content
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -357,15 +358,17 @@ def test_a_full_disk_loses_nothing(
         assert image.read(20_000, 9000) == b"b" * 9000
 
 
-def test_marks_that_cannot_be_written_refuse_the_write(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_marks_that_cannot_be_written_refuse_the_write(made: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Gvdk(made, writable=True) as image:
-        with monkeypatch.context() as patch:
-            fails_once(patch, "write", errno.ENOSPC, lambda call: call == 1)
+        # Of this process's files, whatever it writes meanwhile. The marks follow two headers.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 4096, before[1]))
+        try:
             with pytest.raises(StorageError) as raised:
                 image.write(0, b"x")
-            assert raised.value.errno == errno.ENOSPC
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert raised.value.errno == errno.EFBIG
         assert image.read(0, 1) == b"\0"
         image.write(0, b"y")
     with Gvdk(made) as image:

@@ -24,23 +24,23 @@ from flashwarp.errors import (
     ReadOnlyError,
     StorageError,
 )
-from flashwarp.file.gvdk.callbacks import number_of, weakly
+from flashwarp.file.gvdk.callbacks import weakly_called
 from flashwarp.file.gvdk.inspecting import (
-    MARKS,
     Recovered,
     Report,
     clear_torn_marks,
     inspect,
     marked_ranges,
+    marks_of,
+    native_image,
     newest_header,
 )
 from flashwarp.file.gvdk.layout import (
-    BITS,
     CAPACITY_MAX,
     PAGE,
     DamagedImageError,
+    Header,
     ImageType,
-    Page,
     Sealer,
     places,
 )
@@ -60,8 +60,8 @@ from flashwarp.storage.progress import counting
 
 _log = logging.getLogger(__name__)
 
-# A sync waits so long for writes that are under way.
-_PAUSE_MS = 60_000
+# A sync waits so long for the writes that have begun.
+_WRITES_END_MS = 60_000
 
 
 @renamed
@@ -112,6 +112,8 @@ class Gvdk(Storage):
     (1048576, b'flash', None)
     """
 
+    flushes_in_python = True
+
     def __init__(
         self,
         path: files.PathLike,
@@ -128,8 +130,7 @@ class Gvdk(Storage):
         self._pid = os.getpid()
         self._lock = endings.Lock()
         self._sealer = Sealer(checked_key(key))
-        self._broken: OSError | None = None
-        self._marked = False
+        self._changed = False  # whether the next sync writes a header in any case
         files.check(name, writable)
         self._opened = files.opened(
             lambda: _native.FileStorage(
@@ -157,9 +158,10 @@ class Gvdk(Storage):
             )
         self._size = self._header.size
         self._tables = Tables(self._disk, self._header, self._sealer, self._file)
-        native = self._storage(writable, o_direct)
-        ranges = marked_ranges(self._disk, self._header, self._sealer)
-        self._marks = np.zeros(self._header.capacity // places(self._header).range_bytes + 1, bool)
+        marks = marks_of(self._disk, self._header)
+        self._newest = marks.newest  # generation, also of a sync that did not end
+        native = self._storage(writable, o_direct, marks.bits)
+        ranges = marked_ranges(marks, self._header)
         super().__init__(native)
         self._load(native)
         self.recovered = Recovered(self._header.generation, ranges) if ranges else None
@@ -167,7 +169,7 @@ class Gvdk(Storage):
         if self.recovered is not None and writable:
             self._recover(self.recovered)
 
-    def _storage(self, writable: bool, o_direct: bool) -> _native.ImageStorage:
+    def _storage(self, writable: bool, o_direct: bool, marks: bytes) -> _native.ImageStorage:
         header, at = self._header, places(self._header)
         if o_direct:  # marks are written through the page cache, in no folio with data
             os.posix_fadvise(self._disk.fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -191,15 +193,14 @@ class Gvdk(Storage):
                 self._file,
                 writable=writable,
             )
-        return _native.ImageStorage(
-            data,
-            self._disk.fd,
-            (at.data, header.block, at.range_bytes, at.slots, at.table_slots),
-            header.capacity,
-            writable,
+        return native_image(
+            self._disk,
+            header,
             self._file,
-            weakly(self, Gvdk._mark),
-            weakly(self, Gvdk._sync_for_array),
+            data=data,
+            writable=writable,
+            marks=marks,
+            sync=weakly_called(self, Gvdk._sync),
         )
 
     def _load(self, native: _native.ImageStorage) -> None:
@@ -323,7 +324,7 @@ class Gvdk(Storage):
                         count(len(data))
                     if read_only:
                         image._header = replace(image._header, writable=False)
-                        image._marked = True  # so that the sync writes a header
+                        image._changed = True  # so that the sync writes a header
                     image.flush()
                 draft.publish()
 
@@ -424,7 +425,7 @@ class Gvdk(Storage):
             with files.writing(image.path):
                 take_space(image._disk.fd, places(larger).data + wanted)
             image._header = larger
-            image._marked = True
+            image._changed = True
             image.flush()
 
     def flush(self) -> None:
@@ -452,27 +453,30 @@ class Gvdk(Storage):
         with self._lock:
             self._check_unbroken()
             native = self._native
-            # Most of the data, while writes go on.
             self._flush_disk()
-            native.pause(_PAUSE_MS)
+            size = self._size
+            if not (self._changed or native.marked or size != self._header.size):
+                return
+            self._changed = True  # until it has ended well
+            newest = max(self._header.generation, self._newest)
+            header = replace(self._header, generation=newest + 1, size=size)
+            tables, used = native.begin_sync(header.generation, _WRITES_END_MS)
             synced = False
             try:
-                synced = self._commit(native)
+                self._commit(header, tables, used)
+                synced = True
             finally:
-                native.resume(synced)
+                native.end_sync(synced)
+            self._changed = False
 
-    def _commit(self, native: _native.ImageStorage) -> bool:
-        """Write tables and header, while no write is under way; return whether there was need."""
-        if not self._marked and self._size == self._header.size:
-            return False
+    def _commit(self, header: Header, tables: list[tuple[int, int, bytes]], used: bytes) -> None:
+        """Make tables and header durable; writes go on meanwhile."""
         self._flush_disk()
-        header = replace(self._header, generation=self._header.generation + 1, size=self._size)
         if header.type is ImageType.SPARSE:
             changed = [
-                Table(index, slot, np.frombuffer(entries, "<u8"))
-                for index, slot, entries in native.changed()
+                Table(index, slot, np.frombuffer(entries, "<u8")) for index, slot, entries in tables
             ]
-            root = self._tables.write(changed, native.used(), header.generation)
+            root = self._tables.write(changed, used, header.generation)
             header = replace(header, root=root)
             self._flush_disk()
         page = header.pack(self._sealer)
@@ -482,54 +486,34 @@ class Gvdk(Storage):
         self._disk.write(PAGE, page)
         self._header = header
         self._tables.commit(header)
-        self._marks[:] = False
-        self._marked = False
-        return True
 
     def _flush_disk(self) -> None:
         try:
             self._disk.flush()
         except OSError as error:
             # Linux forgets what it could not write, so the next sync would succeed.
-            self._broken = error
+            self._native.break_off(error.errno or errno.EIO)
             raise
 
     def _check_unbroken(self) -> None:
-        if self._broken is not None:
+        broken = self._native.broken
+        if broken != 0:
             raise OSError(
-                self._broken.errno,
-                f"{self._broken.strerror}, at an earlier sync: writes since the last good one may "
+                broken,
+                f"{os.strerror(broken)}, at an earlier sync: writes since the last good one may "
                 "be lost; close the image, and open it again",
                 self._file,
             )
-
-    def _sync_for_array(self) -> int:
-        return number_of(self._sync)
-
-    def _mark(self, first: int, end: int) -> int:
-        return number_of(lambda: self._make_marks(first, end))
-
-    def _make_marks(self, first: int, end: int) -> None:
-        self._check_unbroken()
-        self._marked = True
-        self._marks[first:end] = True
-        begin = places(self._header).marks
-        for index in range(first // BITS, (end - 1) // BITS + 1):
-            bits = np.packbits(self._marks[index * BITS : (index + 1) * BITS], bitorder="little")
-            page = Page(MARKS, index, self._header.generation, bits.tobytes())
-            data = page.pack(self._header.identity, self._sealer)
-            self._disk.write(begin + index * PAGE, data)
-        self._flush_disk()
 
     def _recover(self, recovered: Recovered) -> None:
         """Make what lies behind the end zeros again, and begin a generation without marks."""
         for begin, end in recovered.ranges:
             if end > self.size:
                 self.discard(max(begin, self.size), end - max(begin, self.size))
-        self._marked = True
+        self._changed = True
         self.flush()
         with typed_errors("sync"):
-            clear_torn_marks(self._disk, self._header, self._sealer)
+            clear_torn_marks(self._disk, self._header)
         _log.info("%s: recovered what was synced; %s", self._file, recovered)
 
     # Looking for damage.
@@ -578,7 +562,7 @@ class Gvdk(Storage):
     def _let_go(self) -> None:
         native = self._native
         try:
-            if native is not None and self._pid == os.getpid() and self._broken is None:
+            if native is not None and self._pid == os.getpid() and native.broken == 0:
                 with typed_errors("sync"):
                     self._sync()
         finally:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from flashwarp import _native
 from flashwarp.errors import FileFormatError
 from flashwarp.file.gvdk.layout import (
-    BITS,
+    BODY,
     HEADERS,
     MAGIC,
     PAGE,
@@ -25,6 +27,8 @@ from flashwarp.file.gvdk.tables import Disk, Tables
 from flashwarp.storage import files
 
 MARKS = b"GVDM"
+MARKS_SEALER = Sealer(None)
+"""Marks protect nothing that a key does: whoever changes them could change the data as well."""
 
 
 def is_gvdk(path: files.PathLike) -> bool:
@@ -76,22 +80,45 @@ def newest_header(disk: Disk, sealer: Sealer, path: str) -> tuple[Header, list[s
     return newest, [str(error) for error in errors]
 
 
-def marked_ranges(disk: Disk, header: Header, sealer: Sealer) -> tuple[tuple[int, int], ...]:
-    """Return the bytes that may have been written since the header was."""
+class Marks(NamedTuple):
+    """What the pages of marks say."""
+
+    bits: bytes
+    """One for each range that may have been written since the header was."""
+    newest: int
+    """The newest generation of a page, or that of the header."""
+
+
+def marks_of(disk: Disk, header: Header) -> Marks:
+    """Read the pages of marks."""
     at = places(header)
-    bits = []
+    bits, newest = [], header.generation
     for index in range(header.mark_pages):
-        data = disk.read(at.marks + index * PAGE, PAGE)
-        page = Page.unpack(data, MARKS, index, header.identity, sealer)
-        if page is not None and page.generation == header.generation:
-            bits.append(np.frombuffer(page.body, np.uint8))
+        page = _page_of_marks(disk.read(at.marks + index * PAGE, PAGE), index, header)
+        if page is None:
+            # One that was being written says nothing, so all of its ranges may be.
+            bits.append(b"\xff" * BODY)
+        elif page.generation < header.generation:
+            bits.append(bytes(BODY))
         else:
-            # A page that was being written says nothing, so all of its ranges may be.
-            torn = page is None and any(data)
-            bits.append(np.full(BITS // 8, 255 if torn else 0, np.uint8))
-    marks = np.unpackbits(np.concatenate(bits), bitorder="little")
-    edges = np.flatnonzero(np.diff(marks, prepend=0, append=0))
-    ranges = edges.reshape(-1, 2).astype(object) * at.range_bytes
+            # That of a sync that did not end has the marks of this generation, too.
+            bits.append(page.body)
+            newest = max(newest, page.generation)
+    return Marks(b"".join(bits), newest)
+
+
+def _page_of_marks(data: bytes, index: int, header: Header) -> Page | None:
+    if not any(data):
+        return Page(MARKS, index, 0, bytes(BODY))
+    page = Page.unpack(data, MARKS, index, header.identity, MARKS_SEALER)
+    return None if page is None or page.generation > header.generation + 1 else page
+
+
+def marked_ranges(marks: Marks, header: Header) -> tuple[tuple[int, int], ...]:
+    """Return the bytes that marks name."""
+    marked = np.unpackbits(np.frombuffer(marks.bits, np.uint8), bitorder="little")
+    edges = np.flatnonzero(np.diff(marked, prepend=0, append=0))
+    ranges = edges.reshape(-1, 2).astype(object) * places(header).range_bytes
     return tuple(
         (int(begin), min(int(end), header.capacity))
         for begin, end in ranges
@@ -99,12 +126,11 @@ def marked_ranges(disk: Disk, header: Header, sealer: Sealer) -> tuple[tuple[int
     )
 
 
-def clear_torn_marks(disk: Disk, header: Header, sealer: Sealer) -> None:
+def clear_torn_marks(disk: Disk, header: Header) -> None:
     """Empty the pages of marks that say nothing, once what they may have said is recovered."""
     for index in range(header.mark_pages):
         place = places(header).marks + index * PAGE
-        data = disk.read(place, PAGE)
-        if any(data) and Page.unpack(data, MARKS, index, header.identity, sealer) is None:
+        if _page_of_marks(disk.read(place, PAGE), index, header) is None:
             disk.write(place, bytes(PAGE))
     disk.flush()
 
@@ -113,14 +139,14 @@ def inspect(disk: Disk, sealer: Sealer, path: str) -> Report:
     """Look at everything but the data; raises FileFormatError if no header is left."""
     header, problems = newest_header(disk, sealer, path)
     at = places(header)
-    for begin, end in marked_ranges(disk, header, sealer):
+    for begin, end in marked_ranges(marks_of(disk, header), header):
         problems.append(f"bytes [{begin}, {end}) were written, and not synced")
     if header.type is ImageType.FIXED:
         if disk.nbytes < at.data + header.capacity:
             problems.append("the file ends before its data does")
         return Report(tuple(problems))
     tables = Tables(disk, header, sealer, path)
-    native = slots_of(disk, header, path)
+    native = native_image(disk, header, path)
     for table in tables.load(problems):
         try:
             native.load_table(table.index, table.slot, table.entries)
@@ -130,14 +156,20 @@ def inspect(disk: Disk, sealer: Sealer, path: str) -> Report:
     return Report(tuple(problems))
 
 
-def slots_of(disk: Disk, header: Header, path: str) -> _native.ImageStorage:
-    """Return a storage that only counts slots."""
+def native_image(
+    disk: Disk,
+    header: Header,
+    path: str,
+    *,
+    data: _native.Storage | None = None,
+    writable: bool = False,
+    marks: bytes = b"",
+    sync: Callable[[], int] = lambda: errno.EROFS,
+) -> _native.ImageStorage:
+    """Return the storage of an image; without data it only counts slots."""
     at = places(header)
-    layout = at.data, header.block, at.range_bytes, at.slots, at.table_slots
+    layout = at.data, header.block, at.slots, at.table_slots
+    marked = at.marks, at.range_bytes, header.identity, header.generation, marks
     return _native.ImageStorage(
-        None, disk.fd, layout, header.capacity, False, path, _refuses, _refuses
+        data, disk.fd, layout, header.capacity, writable, path, marked, sync
     )
-
-
-def _refuses(*_: object) -> int:
-    return errno.EROFS

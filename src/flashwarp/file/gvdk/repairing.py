@@ -14,8 +14,9 @@ from flashwarp.file.gvdk.inspecting import (
     clear_torn_marks,
     inspect,
     marked_ranges,
+    marks_of,
+    native_image,
     newest_header,
-    slots_of,
 )
 from flashwarp.file.gvdk.layout import (
     HEADERS,
@@ -51,9 +52,10 @@ def _repaired(disk: Disk, sealer: Sealer, path: str) -> Report:
         found = inspect(disk, sealer, path)
         if found.clean:
             return found
-        lost = set(marked_ranges(disk, header, sealer))
+        marks = marks_of(disk, header)
+        lost = set(marked_ranges(marks, header))
         at = places(header)
-        generation = header.generation + 1
+        generation = marks.newest + 1
         if header.type is ImageType.FIXED:
             if disk.nbytes < at.data + header.capacity:
                 lost.add((max(0, disk.nbytes - at.data), header.capacity))
@@ -68,7 +70,7 @@ def _repaired(disk: Disk, sealer: Sealer, path: str) -> Report:
         for copy in range(HEADERS):
             disk.write(copy * PAGE, header.pack(sealer))
             disk.flush()
-        clear_torn_marks(disk, header, sealer)
+        clear_torn_marks(disk, header)
     return Report(found.problems, tuple(sorted(lost)))
 
 
@@ -76,7 +78,7 @@ def _kept(
     disk: Disk, header: Header, tables: Tables, path: str, lost: set[tuple[int, int]]
 ) -> tuple[list[Table], bytes]:
     """Return the tables that can be used, and their slots; add to what is lost."""
-    slots = slots_of(disk, header, path)
+    slots = native_image(disk, header, path)
     wanted: dict[int, Table] = {}
     problems: list[str] = []
     for table in tables.load(problems):
