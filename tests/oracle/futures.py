@@ -77,6 +77,19 @@ def settle(hand: Hand) -> None:
         future.add_done_callback(lambda each: results.append(each.exception()))
 
 
+@step(1)
+def rude(hand: Hand) -> None:
+    """Let other code wait for the GPU where nothing of Python's can run beside it."""
+    if not hand.machine.on_gpu:
+        return
+    if hand.odds(0.5):
+        hand.say("cuCtxSynchronize()  # by a library that keeps the interpreter's lock")
+        hand.machine.wait_with_the_interpreter()
+    else:
+        hand.say("# memory of the GPU for the collector to free")
+        hand.machine.leave_memory_in_a_cycle()
+
+
 @step(2)
 def unordered(hand: Hand) -> None:
     """Start a call that need not keep the order, when those before it are over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import sys
@@ -140,6 +141,16 @@ class Machine:
             return contextlib.nullcontext()
         return self.torch.cuda.stream(self.streams[-1 - number % 2])
 
+    def wait_with_the_interpreter(self) -> None:
+        """Wait for the GPU in a thread that keeps the interpreter's lock, as some libraries do."""
+        with self.devices[0].context:
+            assert _rude_driver().cuCtxSynchronize() == 0
+
+    def leave_memory_in_a_cycle(self) -> None:
+        """Let the collector free memory of the GPU, which waits for it, in whichever thread."""
+        cycle: list[Any] = [self.devices[0].empty_array((64,), "u1")]
+        cycle.append(cycle)
+
     @contextlib.contextmanager
     def few_blocks(self, seed: int) -> Iterator[None]:
         """Let small launches leave what misses to a few blocks, in a third of a GPU's programs."""
@@ -167,6 +178,11 @@ class Machine:
 
 
 @functools.cache
+def _rude_driver() -> Any:
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+@functools.cache
 def takes_direct_io() -> bool:
     """Whether files on `DISK` can be opened with O_DIRECT."""
     with tempfile.NamedTemporaryFile(dir=DISK) as file:
@@ -179,7 +195,5 @@ def takes_direct_io() -> bool:
 
 def use_fake(library: str) -> None:
     """Let this process find the driver without a GPU, before anything looks for one."""
-    import ctypes
-
     assert "flashwarp._jit.driver" not in sys.modules or not fw.device._opened
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
