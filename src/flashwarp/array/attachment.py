@@ -163,7 +163,8 @@ class Attachment(endings.NotCopied):
             made.pop_all()
 
     def _make_failures(self, service: Service, format: RowFormat) -> Failures:  # noqa: A002
-        return Failures(service, self.storage.path, format.shape)
+        sharing = "" if self._peers is None else self._peers.other_process
+        return Failures(service, self.storage.path, format.shape, sharing)
 
     @property
     def cache(self) -> Cache:

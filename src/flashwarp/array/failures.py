@@ -61,10 +61,15 @@ class Failures:
         The storage's, for failures that no log entry explains.
     shape : tuple of int
         The array's.
+    sharing : str, optional
+        Names another process of the cache, if there may be some that fill its lines, too.
     """
 
-    def __init__(self, service: Service, path: str | None, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, service: Service, path: str | None, shape: tuple[int, ...], sharing: str = ""
+    ) -> None:
         self._service = service
+        self._sharing = sharing
         self._path = path
         self._shape = shape
         self._lock = endings.Lock()
@@ -163,7 +168,7 @@ class Failures:
         if status == _TIMED_OUT:
             return ControllerTimeout(
                 f"{what} waited {waited_s:g} s for a command on bytes "
-                f"{offset}.. of the array, and gave up: {self._service.silent()} does not answer"
+                f"{offset}.. of the array, and gave up: {self._silent()} does not answer"
             )
         if status == _SHARE_TIMED_OUT:
             return ShareError(
@@ -182,6 +187,11 @@ class Failures:
             offset=int(logged["offset"]),
             status=status,
         )
+
+    def _silent(self) -> str:
+        """Name what a kernel has waited for."""
+        own = not self._sharing or self._service.queues.unanswered
+        return self._service.silent() if own else self._sharing
 
     def _logged(self, lba: int, operation: str | None, alone: bool) -> dict[str, Any] | None:
         """Return the log's entry for a failure on these blocks, if there is one."""

@@ -254,6 +254,13 @@ class Peers:
         """See `Lines`."""
         self._lines.leave(begin)
 
+    @property
+    def other_process(self) -> str:
+        """What an error calls a process that fills lines of the cache; empty if it has no name."""
+        if self._name is None:
+            return ""
+        return f"another process of the cache {self._name!r}, which was reading them,"
+
     def note(self) -> str:
         """Say for `explain` where the lines are."""
         if self.reach:

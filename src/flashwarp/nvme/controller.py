@@ -72,6 +72,10 @@ class Queues(Protocol):
     def failed(self) -> bool:
         """Whether a wait of device code for one of the pairs ran out of time."""
 
+    @property
+    def unanswered(self) -> bool:
+        """Whether a command of device code has no completion."""
+
     def volume_fields(self) -> dict[str, Any]:
         """Return the fields of ``cache::volume`` that say how lines lie on several namespaces."""
 

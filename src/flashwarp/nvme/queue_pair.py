@@ -308,6 +308,11 @@ class QueuePairs(NotCopied):
         return any(pair.failed for pair in self._download())
 
     @property
+    def unanswered(self) -> bool:
+        """Whether a command of device code has no completion."""
+        return any(pair.head != pair.ticket for pair in self._download())
+
+    @property
     def owners(self) -> tuple[object, ...]:
         """What holds the memory; see `DeviceMemory.owners`."""
         parts = (self._rings, self._memory, self._buffers, self._extents, self._own_epoch)
@@ -383,6 +388,11 @@ class QueueTable:
     def failed(self) -> bool:
         """Whether a wait for one of the pairs ran out of time."""
         return any(pairs.failed for pairs in self.members)
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether a command of device code has no completion."""
+        return any(pairs.unanswered for pairs in self.members)
 
     def counters(self, stream: OwnedStream | None = None) -> QueueCounters:
         """Read the sums over all members; the snapshot is not atomic."""
