@@ -4,8 +4,9 @@ What must hold afterwards: the array is usable or closed and never between, `clo
 neighbour on a shared cache goes on in another thread, what was flushed is in the file, and no
 thread, descriptor or mapping of the files stays. Runs in a child of the nursery.
 
-`programs` interrupts whole programs, with checkpointers, pipelines, loaders, files and shared
-caches, at times that are drawn. Their `with` statements must end, and what was durable be there.
+`programs` interrupts whole programs, with checkpointers, pipelines, loaders, files, images and
+shared caches, at times that are drawn. Their `with` statements must end, and what was durable be
+there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 import numpy as np
 
 import flashwarp as fw
+from flashwarp.file.gvdk import Gvdk
 
 ROOT = str(Path(fw.__file__).parent)
 LIMIT_S = 10.0
@@ -440,6 +442,45 @@ def use_file(draw: random.Random) -> Callable[[], None]:
     return run
 
 
+def use_image(draw: random.Random) -> Callable[[], None]:
+    """Store to an image and sync it; block i has one byte, which only grows."""
+    preallocate, blocks = draw.random() < 0.5, 16
+    synced = np.zeros(blocks, "u1")
+
+    def run() -> None:
+        options: dict[str, Any] = {"format": "gvdk", "preallocate": preallocate, "overwrite": True}
+        with fw.File.create("it.gvdk", blocks << 12, cache="16 KiB", device="cpu", **options) as it:
+            now = synced.copy()
+            for value in range(1, 12):
+                block = draw.randrange(blocks)
+                it.write_from(np.full(4096, value, "u1"), block << 12)
+                now[block] = value
+                if draw.random() < 0.5:
+                    it.flush()
+                    synced[:] = now
+
+    def examine() -> None:
+        if not Path("it.gvdk").exists():
+            return
+        with Gvdk("it.gvdk", writable=True) as image:
+            named = image.recovered.ranges if image.recovered is not None else ()
+            for block in range(blocks):
+                begin, end = block << 12, (block + 1) << 12
+                if any(first < end and last > begin for first, last in named):
+                    continue
+                content = image.read(begin, 4096)
+                if content != content[:1] * 4096 or content[0] < synced[block]:
+                    raise Wrong(f"block {block} lost what was synced")
+
+    def whole() -> None:
+        try:
+            run()
+        finally:
+            in_thread(examine)
+
+    return whole
+
+
 def use_shared(draw: random.Random) -> Callable[[], None]:
     np.save("rows.npy", ROWS)
     os.environ["FLASHWARP_RUNTIME_DIR"] = str(Path("run").absolute())
@@ -465,6 +506,7 @@ PROGRAMS: dict[str, Callable[[random.Random], Callable[[], None]]] = {
     "pipeline": use_pipeline,
     "loader": use_loader,
     "file": use_file,
+    "image": use_image,
     "shared": use_shared,
 }
 

@@ -55,7 +55,7 @@ def test_signal_at_any_time(run_program: nursery.Run) -> None:
 
 
 @pytest.mark.timeout(600 + 10 * budget.INTERRUPTED_PROGRAMS)
-@pytest.mark.parametrize("name", ["checkpointer", "pipeline", "loader", "file", "shared"])
+@pytest.mark.parametrize("name", ["checkpointer", "pipeline", "loader", "file", "image", "shared"])
 def test_signal_at_any_time_of_a_program(run_program: nursery.Run, name: str) -> None:
     if name == "loader":
         pytest.importorskip("torch")

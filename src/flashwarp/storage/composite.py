@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 from flashwarp import _native
 from flashwarp.config import SIZE_MAX, integer, parse_bytes
-from flashwarp.errors import ArgumentError, LockedError
+from flashwarp.errors import ArgumentError, LockedError, StorageError
 from flashwarp.storage import files
 from flashwarp.storage.base import Namespace, Storage
 
@@ -68,6 +68,22 @@ class Composite(Storage, ABC):
     def flushes_in_python(self) -> bool:  # type: ignore[override]
         """Whether a member's flush runs Python."""
         return any(member.flushes_in_python for member in self.members)
+
+    def flush(self) -> None:
+        """Make all writes durable; blocks."""
+        self._check_open()
+        self.flush_served()
+
+    def flush_served(self) -> None:
+        """Do the same for an array that serves the storage, which may be closed meanwhile."""
+        failures: list[BaseException] = []
+        for member in self.members:
+            try:
+                member.flush_served()
+            except StorageError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     @abstractmethod
     def _combine(self, natives: list[_native.Storage]) -> _native.Storage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ from flashwarp.errors import (
 )
 from flashwarp.file.gvdk import DamagedImageError, Gvdk, is_gvdk
 from flashwarp.file.gvdk.tables import Disk
-from flashwarp.storage import Storage
+from flashwarp.storage import Storage, Striped
 
 CAPACITY = 96 << 10
 KEY = b"0123456789abcdef"
@@ -373,6 +374,25 @@ def test_marks_that_cannot_be_written_refuse_the_write(made: Path) -> None:
         image.write(0, b"y")
     with Gvdk(made) as image:
         assert image.read(0, 1) == b"y"
+
+
+def test_a_flush_of_an_array_on_several_images_syncs_each(tmp_path: Path) -> None:
+    names = ["first.gvdk", "second.gvdk"]
+    for name in names:
+        Gvdk.create(tmp_path / name, 64 << 10, preallocate=False).close()
+    images = [Gvdk(tmp_path / name, writable=True) for name in names]
+    with Striped(images, "4 KiB") as both, fw.open(both, "r+", dtype="u1", device="cpu") as x:
+        x[:] = 7
+        x.flush()
+        for name in names:
+            shutil.copy(tmp_path / name, tmp_path / f"{name}.copy")
+    for image in images:
+        image.close()
+
+    for name in names:
+        with Gvdk(tmp_path / f"{name}.copy") as image:
+            assert image.recovered is None
+            assert image.read(0, 64 << 10) == b"\7" * (64 << 10)
 
 
 def test_after_a_failed_sync_the_image_stays_at_the_last_one(

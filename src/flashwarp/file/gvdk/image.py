@@ -439,6 +439,10 @@ class Gvdk(Storage):
         ForkError
         """
         self._check_open()
+        self.flush_served()
+
+    def flush_served(self) -> None:
+        """Do the same for an array that serves the image, which may be closed meanwhile."""
         with typed_errors("sync"):
             self._sync()
 
