@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 import flashwarp as fw
+from flashwarp.file.gvdk import Gvdk
 from oracle.machine import Machine, takes_direct_io
 from oracle.model import Read, Rows, Wrong, bytes_of
 
@@ -259,6 +260,7 @@ class World:
         self.hands = [Hand(self, number) for number in range(self.threads)]
         self.cache: Any = None
         self.arrays: list[Held] = []
+        self.images: list[Gvdk] = []
         self.closing: list[Any] = []
         self.extras: dict[str, Any] = {}  # what rooms keep here
 
@@ -305,6 +307,9 @@ class World:
         where = draw.choice(
             ("memory", "file", "file", "npy", "npy", "disk", "striped", "replicated")
         )
+        # Drawn apart, so that all other programs stay what they were.
+        if random.Random(f"{self.seed}/{name}/image").random() < 0.1:
+            where = "image"
         direct: bool | None = None
         if where == "disk":
             direct = draw.choice((None, True, False)) if takes_direct_io() else None
@@ -337,6 +342,12 @@ class World:
                 each.write_bytes(content)
             storage = fw.storage.Replicated(paths)
             held.stored = partial(_bytes_of_replicas, paths)
+        elif where == "image":
+            path, sparse = folder / f"{name}.gvdk", draw.random() < 0.5
+            storage = Gvdk.create(path, len(content), preallocate=not sparse, overwrite=True)
+            self.images.append(storage)
+            storage.write(0, content)
+            held.stored = partial(_bytes_of_image, path, len(content))
         else:
             np.save(path, model.now)
             storage = path
@@ -392,6 +403,8 @@ class World:
             held.array.close()
             self.checks += 1
             held.check_storage()
+        for image in self.images:
+            image.close()
         self.cache.close()
         for hand in self.hands:
             hand.kept.clear()
@@ -401,7 +414,7 @@ class World:
         closing = [*self.closing]
         for held in self.arrays:
             closing += [*held.pipelines, held.reader, held.array]
-        for each in [*closing, self.cache]:
+        for each in [*closing, *self.images, self.cache]:
             try:
                 if each is not None:
                     each.close()
@@ -435,6 +448,12 @@ def _bytes_between(path: Path, offset: int, nbytes: int) -> bytes:
     if whole[:offset] != b"\xee" * offset or whole[offset + nbytes :] != b"behind":
         raise Wrong(f"bytes of {path} were stored to that are not the array's")
     return whole[offset : offset + nbytes]
+
+
+def _bytes_of_image(path: Path, nbytes: int) -> bytes:
+    """What a crash would leave, but for what is marked."""
+    with Gvdk(path, lock=False) as image:
+        return image.read(0, nbytes)
 
 
 def _bytes_of_replicas(paths: list[Path]) -> bytes:
