@@ -5,8 +5,8 @@ neighbour on a shared cache goes on in another thread, what was flushed is in th
 thread, descriptor or mapping of the files stays. Runs in a child of the nursery.
 
 `programs` interrupts whole programs, with checkpointers, pipelines, loaders, files, images and
-shared caches, at times that are drawn. Their `with` statements must end, and what was durable be
-there.
+shared caches, at random times. Their `with` statements must end, and what was durable must
+be there still.
 """
 
 from __future__ import annotations
@@ -343,6 +343,18 @@ def at_times(seed: int, seconds: float) -> None:
 # Whole programs.
 
 
+def then(run: Callable[[], None], examine: Callable[[], None]) -> Callable[[], None]:
+    """Make a program that examines, where no signal comes, what the run has left."""
+
+    def whole() -> None:
+        try:
+            run()
+        finally:
+            in_thread(examine)
+
+    return whole
+
+
 def use_checkpointer(draw: random.Random) -> Callable[[], None]:
     """Save, restore and discard versions; each has its number as contents."""
     options: dict[str, Any] = {"timeout_s": LIMIT_S, "discard_consumed": draw.random() < 0.3}
@@ -381,13 +393,7 @@ def use_checkpointer(draw: random.Random) -> Callable[[], None]:
                 if (it.restart(version)["state"] != version).any():
                     raise Wrong(f"version {version} is another one")
 
-    def whole() -> None:
-        try:
-            run()
-        finally:
-            in_thread(examine)
-
-    return whole
+    return then(run, examine)
 
 
 def use_pipeline(draw: random.Random) -> Callable[[], None]:
@@ -470,15 +476,9 @@ def use_image(draw: random.Random) -> Callable[[], None]:
                     continue
                 content = image.read(begin, 4096)
                 if content != content[:1] * 4096 or content[0] < synced[block]:
-                    raise Wrong(f"block {block} lost what was synced")
+                    raise Wrong(f"block {block} has not the bytes of the last sync")
 
-    def whole() -> None:
-        try:
-            run()
-        finally:
-            in_thread(examine)
-
-    return whole
+    return then(run, examine)
 
 
 def use_shared(draw: random.Random) -> Callable[[], None]:

@@ -12,10 +12,7 @@ import contextlib
 import ctypes
 import functools
 import os
-import shutil
 import struct
-import subprocess
-import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +21,7 @@ from typing import Any
 import pytest
 
 from flashwarp.device import Device
+from support import compiled
 from support.forks import server
 
 ILLEGAL_ADDRESS = 700
@@ -53,30 +51,8 @@ def report(device: Device, address: int) -> tuple[int, ...]:
 
 def build(folder: Path) -> dict[str, str]:
     """Give the environment of checks, which has the fake; `folder` is for what they compile."""
-    return {"FAKE_CUDA": str(_compiled()), "FLASHWARP_CACHE_DIR": str(folder / "cache")}
-
-
-@functools.cache
-def _compiled() -> Path:
-    """Compile the fake once for all checks of this process."""
-    compile_c = shutil.which("cc") or shutil.which("gcc")
-    if compile_c is None:
-        pytest.skip("no C compiler")
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder)
-    library = folder / "libcuda.so.1"
-    source = Path(__file__).with_suffix(".c")
-    options = [
-        "-O1",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-shared",
-        "-fPIC",
-        f"-Wl,-soname,{library.name}",
-    ]
-    subprocess.run([compile_c, *options, str(source), "-o", str(library)], check=True)
-    return library
+    made = compiled.library(Path(__file__).with_suffix(".c"), "libcuda.so.1")
+    return {"FAKE_CUDA": str(made), "FLASHWARP_CACHE_DIR": str(folder / "cache")}
 
 
 def test_of(module: dict[str, Any]) -> Callable[..., None]:

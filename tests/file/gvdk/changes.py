@@ -2,8 +2,8 @@
 
     python -m file.gvdk.changes PATH EVENTS SEED KEY
 
-It prints, for each mark of the record, what the image must hold: whether it is synced, its size,
-its bytes, and how far the other thread has come.
+For each mark of the record it prints four things: whether a sync has ended there, the image's size,
+its bytes, and the last value that the other thread had written.
 """
 
 from __future__ import annotations

@@ -6,23 +6,18 @@ file's new size. The record is made below the C library, by `disk_recorder.c`.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import functools
 import os
 import random
-import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
 from flashwarp.file.gvdk import Gvdk
+from support import compiled
 
 SECTOR = 512
 _HEAD = struct.Struct("<QQQ")
@@ -39,25 +34,13 @@ class Event:
     mark: int | None = None
 
 
-@functools.cache
-def _recorder() -> Path:
-    compile_c = shutil.which("cc") or shutil.which("gcc")
-    if compile_c is None:
-        pytest.skip("no C compiler")
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder)
-    source, library = Path(__file__).with_name("disk_recorder.c"), folder / "disk_recorder.so"
-    options = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compile_c, *options, str(source), "-o", str(library), "-ldl"], check=True)
-    return library
-
-
 def recorded(program: str, path: Path, *arguments: object) -> tuple[str, Record]:
     """Run a program that calls `begin` with the path; return what it prints, and the record."""
+    recorder = compiled.library(Path(__file__).with_name("disk_recorder.c"), "disk_recorder.so")
     first, events = path.read_bytes(), path.with_suffix(".events")
     ran = subprocess.run(
         [sys.executable, "-m", program, str(path), str(events), *map(str, arguments)],
-        env={**os.environ, "LD_PRELOAD": str(_recorder()), "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "LD_PRELOAD": str(recorder), "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
