@@ -68,7 +68,7 @@ int ImageMarks::make(uint64_t offset, uint64_t n) {
     if (const int error = write_page(page, from, to)) return error;
   }
   if (fdatasync(fd_) != 0) {
-    // Linux forgets what it could not write, so the next sync would succeed.
+    // Linux drops pages that it could not write. A second sync would then succeed without them.
     const int error = errno;
     break_off(error);
     return error;

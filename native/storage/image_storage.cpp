@@ -390,7 +390,7 @@ int ImageStorage::begin_sync(uint64_t generation, uint32_t limit_ms, Snapshot& s
   return alone ? 0 : ETIMEDOUT;
 }
 
-// Lets the next sync take what the last one took. Under map_.
+// Returns the tables and freed slots of a failed sync to the next one. The caller holds map_.
 void ImageStorage::take_back() {
   for (const uint64_t index : syncing_tables_) tables_[index].changed = true;
   freed_.insert(freed_.end(), syncing_freed_.begin(), syncing_freed_.end());

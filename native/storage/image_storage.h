@@ -78,8 +78,9 @@ class ImageStorage final : public Storage {
   // The words of the bitmap of slots, as many as have a bit set.
   std::vector<uint64_t> used() const;
 
-  // Takes what the header of `generation` is to make durable, at a moment without a write. Waits
-  // for that at most `limit_ms`. Returns 0 or an errno value. One sync at a time.
+  // Copies the tables that have changed, while no write is under way; the header of `generation` is
+  // to make them durable. Waits at most `limit_ms` for writes that have begun. Returns 0 or an
+  // errno value. One sync at a time.
   int begin_sync(uint64_t generation, uint32_t limit_ms, Snapshot& snapshot);
   // `synced`: that header is durable, so older marks end, and slots that were freed before are
   // free. Otherwise the next sync takes all of it again.

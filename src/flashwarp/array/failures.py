@@ -189,7 +189,7 @@ class Failures:
         )
 
     def _silent(self) -> str:
-        """Name what a kernel has waited for."""
+        """Name the storage or the process that did not answer a kernel."""
         own = not self._sharing or self._service.queues.unanswered
         return self._service.silent() if own else self._sharing
 

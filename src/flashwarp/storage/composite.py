@@ -76,7 +76,7 @@ class Composite(Storage, ABC):
 
     def flush_served(self) -> None:
         """Do the same for an array that serves the storage, which may be closed meanwhile."""
-        failures: list[BaseException] = []
+        failures: list[StorageError] = []
         for member in self.members:
             try:
                 member.flush_served()

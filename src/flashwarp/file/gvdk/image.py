@@ -495,7 +495,7 @@ class Gvdk(Storage):
         try:
             self._disk.flush()
         except OSError as error:
-            # Linux forgets what it could not write, so the next sync would succeed.
+            # Linux drops pages that it could not write: a second sync would succeed without them.
             self._native.break_off(error.errno or errno.EIO)
             raise
 
