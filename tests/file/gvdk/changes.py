@@ -20,6 +20,7 @@ from flashwarp.file.gvdk import Gvdk
 CAPACITY = 160 << 10
 BESIDE = 152 << 10
 """The block of the thread beside: one byte, which grows with each write."""
+END = BESIDE + 4096
 
 
 def change(image: Gvdk, model: bytearray, chooser: random.Random) -> None:
@@ -50,9 +51,8 @@ def main() -> None:
         mark(len(marks) - 1)
 
     def beside() -> None:
-        for value in range(1, 250):
-            if stop.is_set():
-                return
+        while not stop.wait(0.0005):
+            value = min(written[0] + 1, 255)
             image.write(BESIDE, bytes([value]) * 4096)
             written[0] = value
 
@@ -61,7 +61,8 @@ def main() -> None:
     for number in range(3):
         for _ in range(chooser.randrange(1, 4)):
             change(image, model, chooser)
-        image.resize(CAPACITY if number else chooser.randrange(BESIDE, CAPACITY))
+        # Another size each time: a header tells of which sync its image is.
+        image.resize(END + 512 * number if number else chooser.randrange(BESIDE, END))
         if number == 1:
             thread.start()
         known = written[0]
@@ -69,6 +70,7 @@ def main() -> None:
         image.flush()
         note(True, known)
     change(image, model, chooser)
+    image.resize(CAPACITY)
     stop.set()
     thread.join()
     note(False, written[0])
