@@ -78,6 +78,21 @@ def each_line_is_read_once() -> None:
                 x.close()
 
 
+def a_prefetch_keeps_no_other_gpu_waiting() -> None:
+    """By commands it starts nothing: no launch of its GPU may come that drains the queues."""
+    devices = gpus()
+    by = fw.nvme.SoftwareController
+    path = file()
+    with fw.Cache("1 MiB", peers=devices) as cache:
+        x = fw.open(path, device=devices[0], cache=cache, controller=by(route="bounce"))
+        y = fw.open(path, device=devices[1], cache=cache, controller=by(route="bounce"))
+        y.prefetch(np.arange(0, ROWS, 3))
+        assert (x[:] == content()).all()
+        assert y.stats.misses == 0
+        x.close()
+        y.close()
+
+
 def threads_of_all_gpus_read_more_than_the_caches_hold() -> None:
     devices = gpus(2)
     wrong: list[object] = []
@@ -253,6 +268,7 @@ _left_open: list[object] = []
     "check",
     [
         each_line_is_read_once,
+        a_prefetch_keeps_no_other_gpu_waiting,
         threads_of_all_gpus_read_more_than_the_caches_hold,
         kernels_are_compiled_for_it,
         a_file_that_was_rewritten_is_another,
