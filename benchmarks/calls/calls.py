@@ -41,7 +41,7 @@ _KERNELS = """
 
 FW_KERNEL nothing() {}
 
-FW_KERNEL read(const FW_GRID_CONSTANT fw::array<const uint32_t, 2> a, const int64_t* index,
+FW_KERNEL load(const FW_GRID_CONSTANT fw::array<const uint32_t, 2> a, const int64_t* index,
                uint32_t* out) {
   if (fw::base::thread_index() == 0) *out = a(uint64_t(*index), 0);
 }
@@ -224,7 +224,7 @@ class _Calls(CallsBench):
         program = fw.compile(_KERNELS, self.device)
         data = self.counter(1 << 20)
         index, out = self.index(len(data), 1), self.out(1)
-        nothing, read = program["nothing"], program["read"]
+        nothing, read = program["nothing"], program["load"]
         with self.opened(data, cache=1 << 20) as array:
             ways = {
                 "nothing": self.host(lambda: nothing(warps=1)),

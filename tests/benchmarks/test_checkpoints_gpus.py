@@ -42,7 +42,7 @@ def test_two_processes_restore_what_they_wrote(tmp_path: Path) -> None:
 
 
 def test_gpus_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints_gpus.driver, "device_count", lambda: 0)
+    monkeypatch.setattr(checkpoints_gpus.cuda_api, "device_count", lambda: 0)
     report = Record("gpus", "none", {}, {})
 
     class Gpu:
