@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -80,17 +81,22 @@ def each_line_is_read_once() -> None:
 
 def a_prefetch_keeps_no_other_gpu_waiting() -> None:
     """By commands it starts nothing: no launch of its GPU may come that drains the queues."""
-    devices = gpus()
-    by = fw.nvme.SoftwareController
-    path = file()
-    with fw.Cache("1 MiB", peers=devices) as cache:
-        x = fw.open(path, device=devices[0], cache=cache, controller=by(route="bounce"))
-        y = fw.open(path, device=devices[1], cache=cache, controller=by(route="bounce"))
+    devices, path = gpus(), file()
+    with fw.Cache("1 MiB", peers=devices) as cache, contextlib.ExitStack() as opened:
+        x, y = (
+            opened.enter_context(
+                fw.open(
+                    path,
+                    device=each,
+                    cache=cache,
+                    controller=fw.nvme.SoftwareController(route="bounce"),
+                )
+            )
+            for each in devices
+        )
         y.prefetch(np.arange(0, ROWS, 3))
         assert (x[:] == content()).all()
         assert y.stats.misses == 0
-        x.close()
-        y.close()
 
 
 def threads_of_all_gpus_read_more_than_the_caches_hold() -> None:
