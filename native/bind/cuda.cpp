@@ -104,9 +104,11 @@ Left fw::native::end_calls(const Context& context, nb::handle queues) {
       if (looked > found) found = looked;
       if (!over) break;
       const nb::object future = call.attr("future");
-      const nb::object lock = future.attr("_condition");
-      // Whoever holds it is about to wait for the future, or to add a callback.
-      if (!nb::cast<bool>(lock.attr("acquire")(false))) break;
+      // Whoever holds it is about to wait for the future, or to add a callback. The first who does
+      // makes it, by lines of Python; whoever is about to sees then that the future is done.
+      const nb::dict known(future.attr("__dict__"));
+      const nb::object lock = known.get("_condition", nb::none());
+      if (!lock.is_none() && !nb::cast<bool>(lock.attr("acquire")(false))) break;
       const bool hurried = nb::cast<bool>(future.attr("hurried"));
       if (!hurried) {
         future.attr("_result") = call.attr("result");
@@ -114,7 +116,7 @@ Left fw::native::end_calls(const Context& context, nb::handle queues) {
         call.attr("seat") = nb::none();
         calls.attr("popleft")();
       }
-      lock.attr("release")();
+      if (!lock.is_none()) lock.attr("release")();
       if (hurried) {
         if (found == Left::kNothing) found = Left::kSlow;
         break;

@@ -135,17 +135,47 @@ class _Waiters(list[Any]):
         super().append(waiter)
 
 
+_Base = concurrent.futures._base
+
+
 class Future(concurrent.futures.Future[T]):
     """A future that stays usable if a signal handler raises in its calls.
 
     Also in those of `concurrent.futures`, but while they take the locks of their futures: use
-    `wait` instead.
+    `wait` instead. Most futures are done before anybody waits for them: the condition, which takes
+    as long to make as all else, is made for the first who does.
+
+    Parameters
+    ----------
+    running : bool
+        Whether it cannot be cancelled from the first.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._condition = Condition()
+    def __init__(self, running: bool = False) -> None:
+        # Not the base's, which makes a condition.
+        self._state = _Base.RUNNING if running else _Base.PENDING
+        self._result = None
+        self._exception = None
         self._waiters = _Waiters()
+        self._done_callbacks: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Make the condition. Of threads that come at once, all get the one that is there first."""
+        if name != "_condition":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self.__dict__.setdefault(name, Condition())
+
+    # What is done stays so, and needs no condition.
+
+    def done(self) -> bool:
+        """Return whether it has ended, or was cancelled. Does not block."""
+        return self._state not in (_Base.PENDING, _Base.RUNNING)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the result, for `timeout` seconds at most."""
+        if self._state == _Base.FINISHED and self._exception is None:
+            return self._result  # type: ignore[return-value]
+        return super().result(timeout)
 
 
 def wait(futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None = None) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -275,6 +276,23 @@ def check_async_reads_of_tensors_need_no_thread() -> None:
         while worker_lives():
             assert time.monotonic() < end, "nobody needs it"
             time.sleep(1e-3)
+
+
+def check_calls_are_ended_by_no_line_of_python() -> None:
+    """Between its lines another thread could end the call, and this one then the next."""
+    with open_array() as x:
+        torch_on(1)
+        index, out = tensor(x, 2), tensor(x, 2)
+        fake().fake_hold(0)
+        reads = [x.gather_async(index, out) for _ in range(3)]
+        assert reads[1]._condition is reads[1]._condition
+        end_calls, queues = x.device.context.calls.end_calls, x._attachment.calls._all
+        lines: list[str] = []
+        sys.setprofile(lambda frame, event, _: event == "call" and lines.append(str(frame.f_code)))
+        left = end_calls(queues)
+        sys.setprofile(None)
+        assert (left, lines) == (0, [])
+        assert [read.result() is out for read in reads] == [True] * 3
 
 
 def check_next_call_gives_back_what_dropped_reads_keep() -> None:

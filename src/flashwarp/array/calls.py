@@ -107,9 +107,9 @@ class Calls(InFlight):
             after = self._streams_before(stream, library, rows.library)
             if not self._launcher.on_cpu:
                 self._refuse_capture(verb, after)
-        future: Future[Any] = Future(
-            self, rows.array if gather else None, on_host=gather and rows.held is not None
-        )
+        on_host = gather and rows.held is not None
+        running = not self._launcher.on_cpu  # a call on a GPU is launched before others have it
+        future: Future[Any] = Future(self, rows.array if gather else None, on_host, running)
         lines = self._launcher.lines_of(chosen) if gather and self._launcher.on_cpu else 0
         call = Call(verb, chosen, rows, after, future, lines, ordered=ordered)
         if len(chosen) * self._launcher.format.row_bytes:
@@ -117,7 +117,6 @@ class Calls(InFlight):
             call.result = rows.array if gather else None
             self._submit(call)
         else:
-            future.set_running_or_notify_cancel()
             future.set_result(call.finish(None))
         return future
 
@@ -192,7 +191,6 @@ class Calls(InFlight):
         if self._launcher.on_cpu:
             queue.calls.append(call)
         else:
-            call.future.set_running_or_notify_cancel()
             self._launch(call, call.seat, queue)
         if not in_flight:
             self._changed.notify_all()
@@ -209,7 +207,7 @@ class Calls(InFlight):
 
     def _add_seat(self, queue: Queue) -> Seat:
         seat = Seat(self._launcher, self._side)
-        queue.seats.append(seat)
+        queue.seats.appendleft(seat)
         return seat
 
     def _launch(self, call: Call, seat: Seat, queue: Queue) -> None:

@@ -55,8 +55,8 @@ class Future(NotCopied, endings.Future[T]):
     [(2, 64), (2, 64), (2, 64), (2, 64)]
     """
 
-    def __init__(self, calls: Any, out: object, on_host: bool) -> None:
-        super().__init__()
+    def __init__(self, calls: Any, out: object, on_host: bool, running: bool) -> None:
+        super().__init__(running)
         self.out: Any = out
         self._calls = calls  # an `InFlight`, which makes futures and so is not imported here
         self._on_host = on_host

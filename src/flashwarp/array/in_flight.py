@@ -124,24 +124,27 @@ class Call:
 
 @dataclass
 class Queue:
-    """A stream, its calls in the order in which they run, and seats, which calls have or not."""
+    """A stream, its calls in the order in which they run, and seats, which calls have or not.
+
+    Calls end in their order, so they take the seats in turns: the last has the last one.
+    """
 
     stream: OwnedStream
     calls: deque[Call] = field(default_factory=deque)
-    seats: list[Seat] = field(default_factory=list)
+    seats: deque[Seat] = field(default_factory=deque)
 
     def free_seat(self) -> Seat | None:
-        """Return a seat that no call has."""
-        if not self.calls:
-            return self.seats[0] if self.seats else None
-        taken = {id(call.seat) for call in [*self.calls]}  # which other threads may end
-        return next((seat for seat in self.seats if id(seat) not in taken), None)
+        """Return the seat that is free for the longest time, if one is."""
+        last = _at(self.calls, -1)
+        if last is not None and self.seats[0] is last.seat:
+            self.seats.rotate(-1)
+        return self.seats[0] if len(self.calls) < len(self.seats) else None
 
 
-def _oldest(calls: deque[Call]) -> Call | None:
-    """Return the first of calls that other threads may end meanwhile."""
+def _at(calls: deque[Call], index: int) -> Call | None:
+    """Return one of calls that other threads may end meanwhile, or None if there are none."""
     try:
-        return calls[0]
+        return calls[index]
     except IndexError:
         return None
 
@@ -287,7 +290,7 @@ class InFlight:
 
     def _end_next(self) -> bool:
         for queue in self._queues:
-            call = _oldest(queue.calls)
+            call = _at(queue.calls, 0)
             if call is not None and (self._launcher.on_cpu or self._is_over(queue, call)):
                 self._end(queue, call)
                 return True
@@ -295,7 +298,7 @@ class InFlight:
 
     def _pause(self, seconds: float) -> None:
         """Wait until a GPU has ended a call, but no longer than this."""
-        oldest = [call for calls in self._all if (call := _oldest(calls)) is not None]
+        oldest = [call for calls in self._all if (call := _at(calls, 0)) is not None]
         seats = [call.seat for call in oldest]
         events = [seat.event for seat in seats if seat is not None and seat.marked]
         self._device.wait_any(events, seconds)

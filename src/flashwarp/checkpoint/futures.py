@@ -20,8 +20,7 @@ class Saved(NotCopied, Future[int]):
     """
 
     def __init__(self, what: str) -> None:
-        super().__init__()
-        self.set_running_or_notify_cancel()
+        super().__init__(running=True)
         self.observed = False
         self._what = what
         self._pid = os.getpid()
