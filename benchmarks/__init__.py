@@ -27,6 +27,7 @@ BENCHES = {
         "calls": "One small gather, future or launch, beside what it replaces.",
         "neighbours": "What cold calls leave of a GPU to kernels of other streams.",
     },
+    "first": {"first": "First calls of a process, restarts after a crash, and arrays at rest."},
     "files": {
         "files": "Files that kernels read and write, against plain memory (GeminiFS 6 to 10)."
     },

@@ -35,6 +35,7 @@ _RESIDENT = 32
 _COLD = (32, 1024)
 _FIRST_RUNS = 3
 _QUEUED = (1, 32, 1024, 8192)
+_IN_FLIGHT = 100
 
 _KERNELS = """
 #include "flashwarp/array.cuh"
@@ -146,6 +147,7 @@ class _Calls(CallsBench):
                 self.add(f"{what}, on a stream, done", done, name, times["other"], checked, nbytes)
             for count in sorted({min(count, len(data)) for count in _QUEUED}):
                 self._future(array, data, count)
+            self._futures(array, data)
 
     def _future(self, array: fw.Array, data: np.ndarray[Any, Any], count: int) -> None:
         index, out = self.index(len(data), count), self.out(count)
@@ -159,6 +161,25 @@ class _Calls(CallsBench):
             f"gather_async of {count} resident rows, host",
             median(made),
             checked=self.right(out, data, index),
+            footprint=data.nbytes,
+        )
+
+    def _futures(self, array: fw.Array, data: np.ndarray[Any, Any]) -> None:
+        """Calls that are made before the ones before them are over, each with rows of its own."""
+        each = [(self.index(len(data), _RESIDENT), self.out(_RESIDENT)) for _ in range(_IN_FLIGHT)]
+        made: list[float] = []
+        for _ in range(max(3, self.runs // _IN_FLIGHT)):
+            futures = []
+            for index, out in each:
+                start = time.perf_counter()
+                futures.append(array.gather_async(index, out))
+                made.append(time.perf_counter() - start)
+            for future in futures:
+                future.result()
+        self.add(
+            f"each of {_IN_FLIGHT} gather_async in flight, {_RESIDENT} resident rows, host",
+            sum(made) / len(made),
+            checked=all(self.right(out, data, index) for index, out in each),
             footprint=data.nbytes,
         )
 

@@ -36,7 +36,7 @@ _WAIT_NS = 500_000
 _COPY_BYTES = 16 << 20
 _WAYS: Mapping[str, Mapping[str, Any]] = {
     "in place": {},
-    "page cache, bounce": {
+    "bounce": {
         "o_direct": False,
         "controller": fw.nvme.SoftwareController(route="bounce"),
     },
@@ -50,6 +50,7 @@ def run(
     row: Annotated[str, "Bytes of a row, and of a line."] = "4 KiB",
     rows: Annotated[int, "Rows of the file; four times those of the cache."] = 256_000,
     calls: Annotated[str, "Of gather, bags and step, with commas."] = "gather,bags,step",
+    ways: Annotated[str, f"Of {', '.join(_WAYS)}; with commas."] = ",".join(_WAYS),
     sizes: Annotated[str, "Rows of a call, with commas."] = "500,8000,64000",
     sides: Annotated[str, "Rows of the matrices, with commas."] = "4096,8192",
     blocks: Annotated[str, "Blocks that only wait, with commas."] = "1,2,4,6,8",
@@ -66,6 +67,7 @@ def run(
         "row": row,
         "rows": rows,
         "calls": calls,
+        "ways": ways,
         "sizes": sizes,
         "sides": sides,
         "blocks": blocks,
@@ -79,11 +81,11 @@ def run(
     data = bench.rng.integers(-8, 8, (rows, bench.words)).astype(np.float32)
     path = folder / "neighbours.bin"
     data.tofile(path)
-    for way, how in _WAYS.items():
+    for way in listed("ways", ways, tuple(_WAYS)):
         for call in asked.values():
             with fw.open(
                 path, call.mode, np.float32, data.shape, device=where, cache=data.nbytes // 4,
-                line=bench.words * 4, **how,
+                line=bench.words * 4, **_WAYS[way],
             ) as array:  # fmt: skip
                 for size in listed("sizes", sizes):
                     _Pair(bench, call(array), data, int(size), seconds).measure(way, works)

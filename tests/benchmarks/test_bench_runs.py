@@ -61,6 +61,7 @@ SMALL = {
     "ngrams": {"size": "2 MiB", "prefill": 16, "decode": 4, "runs": 1},
     "activations": {"layers": 1, "host": "1 MiB", "fits": "8 MiB", "least": "4 KiB", "steps": 1},
     "load": {"size": "4 MB", "runs": 1},
+    "first": {"state": "1 MiB", "data": "1 MiB", "arrays": "1,2", "runs": 1, "seconds": 0.1},
     "tiers": {"mib": 1, "rows": 50, "runs": 1},
     "workers": {"drives": 4, "rows": 64, "mib": 1, "seconds": 0.002},
     "registers": {"arch": "sm_90"},
