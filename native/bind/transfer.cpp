@@ -56,13 +56,20 @@ Gatherer::Pieces pieces_of(uint64_t buffer, uint64_t offsets, uint64_t count,
 // The errno value of the first piece that failed, or 0, and its index.
 using Outcome = std::tuple<int, uint64_t>;
 
-// `offsets` is the address of `count` integers of 64 bits. The other side is an address, or a
-// descriptor.
-template <typename Side, Gatherer::Outcome (Gatherer::*kMove)(Side, const Gatherer::Pieces&)>
-Outcome move_pieces(Gatherer& gatherer, uint64_t buffer, Side side, uint64_t offsets,
-                    uint64_t count, uint64_t piece_bytes) {
+// `offsets` is the address of `count` integers of 64 bits, and `checksums` that of as many of 32,
+// or 0.
+Outcome gather_pieces(Gatherer& gatherer, uint64_t buffer, uint64_t base, uint64_t offsets,
+                      uint64_t count, uint64_t piece_bytes, uint64_t checksums) {
   const Gatherer::Pieces pieces = pieces_of(buffer, offsets, count, piece_bytes);
-  const Gatherer::Outcome outcome = unlocked([&] { return (gatherer.*kMove)(side, pieces); });
+  auto* const sums = reinterpret_cast<uint32_t*>(checksums);
+  const Gatherer::Outcome outcome = unlocked([&] { return gatherer.gather(base, pieces, sums); });
+  return {outcome.error, outcome.piece};
+}
+
+Outcome read_pieces(Gatherer& gatherer, uint64_t buffer, int fd, uint64_t offsets, uint64_t count,
+                    uint64_t piece_bytes) {
+  const Gatherer::Pieces pieces = pieces_of(buffer, offsets, count, piece_bytes);
+  const Gatherer::Outcome outcome = unlocked([&] { return gatherer.read(fd, pieces); });
   return {outcome.error, outcome.piece};
 }
 
@@ -101,10 +108,10 @@ void bind_transfer(nb::module_& m) {
            nb::arg("in_flight") = Gatherer::kInFlight)
       .def_prop_ro("threads", &Gatherer::threads)
       .def_prop_ro("file_engine", &Gatherer::file_engine)
-      .def("gather", &move_pieces<uint64_t, &Gatherer::gather>, nb::arg("buffer"), nb::arg("base"),
-           nb::arg("offsets"), nb::arg("count"), nb::arg("piece_bytes"))
-      .def("read", &move_pieces<int, &Gatherer::read>, nb::arg("buffer"), nb::arg("fd"),
-           nb::arg("offsets"), nb::arg("count"), nb::arg("piece_bytes"))
+      .def("gather", &gather_pieces, nb::arg("buffer"), nb::arg("base"), nb::arg("offsets"),
+           nb::arg("count"), nb::arg("piece_bytes"), nb::arg("checksums") = 0)
+      .def("read", &read_pieces, nb::arg("buffer"), nb::arg("fd"), nb::arg("offsets"),
+           nb::arg("count"), nb::arg("piece_bytes"))
       .def("stop", &Gatherer::stop, nb::call_guard<Unlocked>());
   m.def("load_word", &load_word, nb::arg("address"));
   m.def("store_word", &store_word, nb::arg("address"), nb::arg("value"));

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "base/crc32c.h"
 #include "base/fault_guard.h"
 #include "storage/file_io.h"
 #include "transfer/copy_ahead.h"
@@ -150,12 +151,18 @@ Gatherer::Outcome Gatherer::run(uint64_t count, uint64_t step, Act act) {
   return outcome;
 }
 
-Gatherer::Outcome Gatherer::gather(uint64_t base, const Pieces& pieces) {
+Gatherer::Outcome Gatherer::gather(uint64_t base, const Pieces& pieces, uint32_t* checksums) {
   if (!install_fault_guard()) return {ENOTSUP, 0};
   const uint64_t step = std::max<uint64_t>(1, kGatherStepBytes / pieces.piece_bytes);
   return run(pieces.count, step, [=](uint64_t begin, uint64_t end) -> Outcome {
     const uint64_t failed = gather_range(base, pieces, begin, end);
-    return failed == end ? Outcome{} : Outcome{EFAULT, failed};
+    if (failed != end) return Outcome{EFAULT, failed};
+    // Of the copies, which this core has in its cache.
+    for (uint64_t i = begin; checksums != nullptr && i < end; ++i) {
+      const auto* piece = reinterpret_cast<const void*>(pieces.buffer + i * pieces.piece_bytes);
+      checksums[i] = crc32c(0, piece, pieces.piece_bytes);
+    }
+    return Outcome{};
   });
 }
 

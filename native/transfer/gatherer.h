@@ -51,8 +51,9 @@ class Gatherer {
   // How files are read: "io_uring", or a thread pool and why.
   std::string file_engine();
 
-  // The memory at `base`, such as a mapped file: its pages may have gone.
-  Outcome gather(uint64_t base, const Pieces& pieces);
+  // The memory at `base`, such as a mapped file: its pages may have gone. `checksums` gets the
+  // CRC-32C of each piece, unless it is null or the call fails.
+  Outcome gather(uint64_t base, const Pieces& pieces, uint32_t* checksums = nullptr);
   // A file. With O_DIRECT, the caller sees to alignment.
   Outcome read(int fd, const Pieces& pieces);
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import pytest
 
 pytest.importorskip("cuda.bindings.driver")
 
-from flashwarp.checkpoint import memory, system
+from flashwarp.checkpoint import memory, straight, system
 from flashwarp.checkpoint.checkpointer import Checkpointer
 from flashwarp.device import CudaDevice
-from flashwarp.errors import DeviceError, DeviceOutOfMemory
+from flashwarp.errors import DamagedVersionError, DeviceError, DeviceOutOfMemory
+from flashwarp.loading import moving
 from flashwarp.transfer import CopyEngine, cuda_copier, pool_of
 from support import fake_cuda
 from support.fake_cuda import OUT_OF_MEMORY, failing, fake
@@ -174,6 +176,61 @@ def check_an_array_on_another_gpu_is_refused() -> None:
         pytest.raises(ValueError, match="on cuda:0, and the checkpointer on cpu"),
     ):
         on_cpu.protect("state", state)
+
+
+def check_a_restart_from_a_file_goes_straight_to_the_gpu() -> None:
+    straight.LEAST_BYTES, moving._CHUNK_BYTES, moving._FIRST_BYTES = 0, 64 << 10, 16 << 10
+    device = CudaDevice(0)
+    state, steps = device.empty_array((COUNT,), "float32"), np.arange(9)
+    with tempfile.TemporaryDirectory() as folder:
+        with opened(device, folder) as checkpointer:
+            checkpointer.protect("state", state)
+            checkpointer.protect("steps", steps)
+            set_to(device, state, 3)
+            checkpointer.checkpoint(1)
+        for o_direct in (None, False, True):
+            directory = system.Directory(folder, writable=False, o_direct=o_direct)
+            with directory, directory.open("default", 1) as reader:
+                assert reader.o_direct is o_direct
+            set_to(device, state, -1)
+            steps[:] = -1
+            with opened(device, folder, gpu_memory=0, host_memory=0) as again:
+                again._system.directory._o_direct = o_direct
+                again.protect("state", state)
+                again.protect("steps", steps)
+                again.restart(1)
+                assert (state.copy_to_host() == 3).all()
+                assert (steps == np.arange(9)).all()
+        path = max(Path(folder).rglob("*.data"))
+        damaged = bytearray(path.read_bytes())
+        damaged[COUNT] ^= 1
+        path.write_bytes(damaged)
+        with opened(device, folder, gpu_memory=0, host_memory=0) as again:
+            again.protect("state", state)
+            again.protect("steps", steps)
+            with pytest.raises(DamagedVersionError, match="of region 'state'"):
+                again.restart(1)
+
+
+def check_pinned_memory_of_a_closed_checkpointer_is_given_back_behind_it() -> None:
+    memory._PIECE_BYTES = 1 << 20
+    device = CudaDevice(0)
+    state = device.empty_array((COUNT,), "float32")
+    with tempfile.TemporaryDirectory() as folder:
+        checkpointer = opened(device, folder)
+        until(lambda: checkpointer._core.tiers[1].grown)
+        pinned = pool_of(device).pinned_bytes["checkpoint caches"]
+        assert pinned == 2 << 20
+        before = fake().fake_count(b"cuMemHostUnregister")
+        fake().fake_hold(device.own_stream())  # the end of a registration would wait for it
+        memory._PAUSE_S = 30.0
+        checkpointer.protect("state", state)
+        checkpointer.close()
+        assert pool_of(device).pinned_bytes["checkpoint caches"] == pinned
+        assert fake().fake_count(b"cuMemHostUnregister") == before
+        fake().fake_hold(0)
+        until(lambda: "checkpoint caches" not in pool_of(device).pinned_bytes)
+        until(lambda: fake().fake_count(b"cuMemHostUnregister") > before)
 
 
 def check_a_fault_of_the_gpu_keeps_what_is_on_the_host() -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashwarp import _native
 from flashwarp.errors import ArgumentError, BoundsError, ClosedError, StorageError
 from flashwarp.transfer import Gatherer
 
@@ -46,6 +47,25 @@ def test_every_piece_arrives_in_its_place(piece: int, count: int, seed: int) -> 
         each.gather(buffer, source, offsets, piece)
 
     np.testing.assert_array_equal(buffer, expected(source, offsets, piece))
+
+
+@pytest.mark.parametrize("piece", [1, 4096, (1 << 20) + 3])
+def test_checksums_are_those_of_the_pieces(gatherer: Gatherer, piece: int) -> None:
+    source = data(5 * piece)
+    offsets = np.array([3, 0, 2]) * piece
+    buffer, sums = np.zeros(3 * piece, np.uint8), np.zeros(4, np.uint32)
+
+    gatherer.gather(buffer, source, offsets, piece, sums)
+
+    np.testing.assert_array_equal(buffer, expected(source, offsets, piece))
+    assert [_native.crc32c(buffer[k * piece :][:piece]) for k in range(3)] == sums[:3].tolist()
+    assert sums[3] == 0
+
+
+@pytest.mark.parametrize("sums", [np.zeros(2, np.uint32), np.zeros(3, np.int32)])
+def test_checksums_without_room_are_refused(gatherer: Gatherer, sums: np.ndarray) -> None:
+    with pytest.raises(BoundsError, match="give an array of uint32 with one for each"):
+        gatherer.gather(np.zeros(12, np.uint8), data(40), [20, 0, 36], 4, sums)
 
 
 @settings(max_examples=30, deadline=None)

@@ -60,6 +60,7 @@ class Core:
         self.mover = mover
         # The lock of everything here, notified after each change.
         self.changed = endings.Condition(mover.crew.lock)
+        mover.crew.broken = self._break  # also without caches, for which nobody serves
         # Each kind of background thread is woken for its own work: a wake-up of all of them takes
         # longer than most calls.
         self._wakes: dict[str, list[Callable[[], None]]] = {role: [] for role in ROLES}

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from flashwarp import endings
+from flashwarp.checkpoint import straight
 from flashwarp.checkpoint.capture import Bytes
 from flashwarp.checkpoint.directory import VersionReader, VersionWriter
 from flashwarp.checkpoint.pieces import STORAGE_THREADS, Pieces
 from flashwarp.checkpoint.region import Region
+from flashwarp.checkpoint.straight import Part
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.checkpoint.workers import Crew
 from flashwarp.device import Device
-from flashwarp.errors import ClosedError
+from flashwarp.errors import ClosedError, DeviceError, StorageError
 from flashwarp.transfer import LinkBandwidth
 
 if TYPE_CHECKING:
@@ -39,32 +41,24 @@ _PIECE_BYTES = 16 << 20
 _STORED_BYTES = 4 << 20
 """Largest piece from and to storage. Readers take larger ones apart again."""
 
+_LOAD_BYTES = 256 << 20
+"""Of the host memory of the CPU device, which restores pass through on their way from a disk."""
+
 _LINK_BYTES_MIN = 64 << 10
 """Smaller copies say more about the latency of a link than about its bandwidth."""
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Bytes of a region in memory, and the streams whose present work comes before a copy."""
-
-    region: Region
-    address: int
-    on_host: bool
-    after: object
-    owner: object = None  # keeps the memory
-
-
-def _parts_of_block(tier: Tier, entry: Entry) -> list[_Part]:
+def _parts_of_block(tier: Tier, entry: Entry) -> list[Part]:
     base = tier.block(entry)
     return [
-        _Part(region, base + entry.offsets[region.name], tier.on_host, ())
+        Part(region, base + entry.offsets[region.name], tier.on_host, ())
         for region in entry.regions
     ]
 
 
-def _parts_of_arrays(arrays: list[Bytes]) -> list[_Part]:
+def _parts_of_arrays(arrays: list[Bytes]) -> list[Part]:
     return [
-        _Part(each.region, each.address, not each.on_device, each.stream, each) for each in arrays
+        Part(each.region, each.address, not each.on_device, each.stream, each) for each in arrays
     ]
 
 
@@ -212,14 +206,14 @@ class Mover(endings.Closing):
 
     def _store(
         self,
-        parts: list[_Part],
+        parts: list[Part],
         writer: VersionWriter,
         wanted: Callable[[], bool],
         ending: Callable[[], None] = lambda: None,
     ) -> bool:
         began_ns = time.monotonic_ns()
 
-        def store(part: _Part, offset: int, size: int) -> None:
+        def store(part: Part, offset: int, size: int) -> None:
             with self._on_host(part, offset, size) as view:
                 writer.write(part.region, offset, view)
 
@@ -229,7 +223,7 @@ class Mover(endings.Closing):
         return done
 
     def _jobs(
-        self, parts: list[_Part], act: Callable[[_Part, int, int], None]
+        self, parts: list[Part], act: Callable[[Part, int, int], None]
     ) -> Iterator[tuple[int, Callable[[], None]]]:
         for part in parts:
             most = min(_STORED_BYTES, self._piece_bytes(part.on_host))
@@ -237,7 +231,7 @@ class Mover(endings.Closing):
                 yield size, partial(act, part, offset, size)
 
     @contextlib.contextmanager
-    def _on_host(self, part: _Part, offset: int, size: int) -> Iterator[memoryview]:
+    def _on_host(self, part: Part, offset: int, size: int) -> Iterator[memoryview]:
         """View bytes, after a copy to a staging buffer if the host cannot touch them.
 
         Whoever holds a buffer waits for no other one: two who did would wait for each other.
@@ -268,15 +262,44 @@ class Mover(endings.Closing):
         """Read regions from storage into a user's arrays, as long as they are wanted."""
         parts = _parts_of_arrays(targets)
         filled: list[tuple[str, int]] = []
+        nbytes = sum(part.region.nbytes for part in parts)
         try:
-            self._load(parts, reader, wanted, filled=filled)
+            if reader.descriptor < 0 or nbytes < straight.LEAST_BYTES:
+                self._load(parts, reader, wanted, filled=filled)
+            else:
+                self._load_straight(parts, nbytes, reader, wanted, filled)
         except BaseException as error:
+            if isinstance(error, DeviceError):
+                filled.clear()  # what was read may not have arrived
             error.add_note(_described(parts, filled))
             raise
 
+    def _load_straight(
+        self,
+        parts: list[Part],
+        nbytes: int,
+        reader: VersionReader,
+        wanted: Callable[[], bool],
+        filled: list[tuple[str, int]],
+    ) -> None:
+        began_ns = time.monotonic_ns()
+        staging = _LOAD_BYTES if self._staging is None else self._staging.budget_bytes
+        try:
+            done = straight.read_straight(
+                reader, parts, self.device, staging, self.timeout_s, wanted, filled
+            )
+        except StorageError as error:
+            if error.errno == errno.ETIMEDOUT:
+                # The read that does not end may still write to the arrays.
+                with self.crew.lock:
+                    self.crew.broken(error)
+            raise
+        if done:
+            self.moved("from storage", nbytes, began_ns)
+
     def _load(
         self,
-        parts: list[_Part],
+        parts: list[Part],
         reader: VersionReader,
         wanted: Callable[[], bool],
         ending: Callable[[], None] = lambda: None,
@@ -284,12 +307,12 @@ class Mover(endings.Closing):
     ) -> bool:
         began_ns = time.monotonic_ns()
 
-        def load(part: _Part, offset: int, size: int) -> None:
+        def load(part: Part, offset: int, size: int) -> None:
             fill(part, offset, size)
             if filled is not None:
                 filled.append((part.region.name, size))
 
-        def fill(part: _Part, offset: int, size: int) -> None:
+        def fill(part: Part, offset: int, size: int) -> None:
             if part.on_host:
                 reader.read_into(part.region, offset, host_view(part.address + offset, size))
                 return
@@ -363,11 +386,11 @@ class Mover(endings.Closing):
                 self.moved("within", size, began_ns)
             return
 
-        def fetch(part: _Part, offset: int, size: int) -> None:
+        def fetch(part: Part, offset: int, size: int) -> None:
             with self._on_host(part, offset, size) as view:
                 host_view(target + offset, size)[:] = view
 
-        part = _Part(region, source, False, ())
+        part = Part(region, source, False, ())
         self._pieces.move(self._jobs([part], fetch), lambda: True)
 
     def _piece_bytes(self, on_host: bool) -> int:
@@ -383,7 +406,7 @@ class Mover(endings.Closing):
             self.engine.close(self.timeout_s)
 
 
-def _described(parts: list[_Part], filled: list[tuple[str, int]]) -> str:
+def _described(parts: list[Part], filled: list[tuple[str, int]]) -> str:
     """Say which regions a load that failed has filled."""
     left = {part.region.name: part.region.nbytes for part in parts}
     for name, nbytes in filled:

@@ -71,7 +71,12 @@ class Gatherer(endings.OfProcess):
         return self._native.file_engine
 
     def gather(
-        self, buffer: Bytes, source: Bytes, offsets: npt.ArrayLike, piece_bytes: int
+        self,
+        buffer: Bytes,
+        source: Bytes,
+        offsets: npt.ArrayLike,
+        piece_bytes: int,
+        checksums: Bytes | None = None,
     ) -> None:
         """Collect pieces of memory, or of a mapped file, into `buffer`.
 
@@ -85,11 +90,15 @@ class Gatherer(endings.OfProcess):
             Byte at which each piece begins in `source`. One may occur more than once.
         piece_bytes : int
             Bytes of each piece.
+        checksums : array of uint32, optional
+            Gets the CRC-32C of each piece, which costs little while a piece is in the cache of the
+            core that has copied it.
 
         Raises
         ------
         BoundsError
-            A piece lies outside of `source`, or the buffer is too small. Nothing was copied.
+            A piece lies outside of `source`, or the buffer or `checksums` is too small. Nothing was
+            copied.
         StorageError
             A page of the mapped file is gone. The buffer's content is undefined.
         """
@@ -102,8 +111,16 @@ class Gatherer(endings.OfProcess):
                 f"piece {wrong} begins at byte {int(where[wrong])}, and the memory has "
                 f"{source.nbytes} bytes: offsets are between 0 and {last}"
             )
-        base = source.ctypes.data
-        self._check(self._native.gather(to, base, *_list(where), piece_bytes), where, None)
+        base, sums = source.ctypes.data, 0
+        if checksums is not None:
+            _check_array("array of checksums", checksums, writable=True)
+            if checksums.dtype != np.uint32 or checksums.size < where.size:
+                raise BoundsError(
+                    f"{checksums.size} checksums of {checksums.dtype} for {where.size} pieces: "
+                    "give an array of uint32 with one for each"
+                )
+            sums = checksums.ctypes.data
+        self._check(self._native.gather(to, base, *_list(where), piece_bytes, sums), where, None)
 
     def read(self, buffer: Bytes, fd: int, offsets: npt.ArrayLike, piece_bytes: int) -> None:
         """Collect pieces of an open file into `buffer`, with many reads in flight.

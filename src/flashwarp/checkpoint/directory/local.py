@@ -18,7 +18,13 @@ class FileSource:
         size = files.check(self.path, writable=False).st_size
         if size != nbytes:
             raise DamagedVersionError(self.path, f"it has {size} bytes, and {nbytes} were written")
+        self.o_direct = o_direct
         self._file = File(path, o_direct=choose_o_direct(path, o_direct).o_direct, lock=False)
+
+    @property
+    def descriptor(self) -> int:
+        """The open file."""
+        return self._file.native.fd
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill a buffer from byte `offset` on, or raise; thread-safe."""

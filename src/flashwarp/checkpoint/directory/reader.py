@@ -95,6 +95,20 @@ class VersionReader(Closing):
         """Return a region by its name; raises ArgumentError if there is none."""
         return self._find(name).region
 
+    def place(self, region: str | Region) -> int:
+        """Return where a region begins in the data file; raises ArgumentError if there is none."""
+        return self._find(region).offset
+
+    @property
+    def descriptor(self) -> int:
+        """The open data file; -1 if the bytes come from elsewhere."""
+        return getattr(self._source, "descriptor", -1)
+
+    @property
+    def o_direct(self) -> bool | None:
+        """Whether to read past the page cache (True), or through it (False), if one was asked."""
+        return getattr(self._source, "o_direct", None)
+
     def read_into(self, region: str | Region, offset: int, buffer: Any) -> None:
         """Fill a buffer with bytes of a region, from byte `offset` on, and check them.
 
@@ -222,18 +236,21 @@ class VersionReader(Closing):
 
     def _read_piece(self, stored: StoredRegion, offset: int, piece: memoryview) -> None:
         self._fill(stored.offset + offset, piece)
-        self._check(stored, offset, piece)
-
-    def _check(self, stored: StoredRegion, offset: int, piece: memoryview) -> None:
         chunk = self.manifest.chunk_bytes
-        found = chunk_checksums(piece, chunk)
-        first = offset // chunk
+        self.check(stored.region, offset // chunk, chunk_checksums(piece, chunk))
+
+    def check(self, region: str | Region, first: int, found: NDArray[np.uint32]) -> None:
+        """Compare checksums of a region's chunks, from number `first` on, with those written.
+
+        Raises DamagedVersionError if one is another.
+        """
+        stored, chunk = self._find(region), self.manifest.chunk_bytes
         wrong = np.flatnonzero(found != stored.checksums[first : first + len(found)])
         if len(wrong):
             begin = (first + int(wrong[0])) * chunk
             end = min(begin + chunk, stored.region.nbytes)
             raise DamagedVersionError(
-                self._path,
+                self.path,
                 f"bytes [{begin}, {end}) of region {stored.region.name!r} (at byte "
                 f"{stored.offset + begin} of the file) do not have the checksum that was written",
             )
@@ -244,11 +261,12 @@ class VersionReader(Closing):
             self._fill(begin, scratch)
             if any(scratch):
                 raise DamagedVersionError(
-                    self._path, f"bytes [{begin}, {end}) between regions are not zeros"
+                    self.path, f"bytes [{begin}, {end}) between regions are not zeros"
                 )
 
     @property
-    def _path(self) -> str:
+    def path(self) -> str:
+        """The data file, or what a remote store calls it."""
         return self.manifest.data if self._source is None else self._source.path
 
     def _fill(self, offset: int, view: memoryview) -> None:
