@@ -85,6 +85,33 @@ def test_a_buffer_can_be_used_while_others_are_pinned(
         assert ring.allocated_bytes == 4 * BUFFER
 
 
+def test_buffers_are_pinned_ahead_of_what_is_taken(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_AHEAD_BYTES", 4 * BUFFER)
+    with TransferClient(device, "tests", 64 * BUFFER, BUFFER, reserved=True, ahead=True) as ring:
+        until(lambda: ring.allocated_bytes == 4 * BUFFER and pool_of(device)._keeper is None)
+        held = ring.try_take_several(16)
+        assert len(held) == 16
+        until(lambda: ring.allocated_bytes == 20 * BUFFER and pool_of(device)._keeper is None)
+        held += ring.try_take_several(8)
+        until(lambda: ring.allocated_bytes == 30 * BUFFER and pool_of(device)._keeper is None)
+        for each in held:
+            each.release()
+
+
+def test_several_buffers_are_as_many_as_there_are(device: CpuDevice) -> None:
+    with reserved(device, 5) as ring:
+        first = ring.take()
+        held = ring.try_take_several(9)
+        assert len(held) == 4
+        assert len({each.address for each in (first, *held)}) == 5
+        assert ring.try_take_several(1) == []
+        for each in (first, *held):
+            each.release()
+        assert len(ring.try_take_several(3)) == 3
+
+
 def test_waiting_without_a_free_buffer_says_who_has_them(device: CpuDevice) -> None:
     with reserved(device, 2) as ring:
         held = ring.take()

@@ -31,6 +31,7 @@ from flashwarp.errors import (
     FlashwarpError,
 )
 from flashwarp.transfer.buffer import Block, InFlight, TransferBuffer
+from flashwarp.transfer.room import Room
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ _WASTE = 2
 _SMALL_BYTES = 1 << 20
 _LENT_BYTES_MAX = 1 << 30
 _FLOOR_BYTES = 256 << 20
+_AHEAD_BYTES = 512 << 20
 BOUNDS = (
     f"transfers have at most {_LENT_BYTES_MAX >> 30} GiB of a GPU's, or the largest budget of one "
     f"of them, besides what is reserved; {_FLOOR_BYTES >> 20} MiB stay pinned between them"
@@ -56,37 +58,6 @@ _PAUSE_S = 100e-6
 _PAUSE_MAX_S = 1e-3
 
 
-class _Room:
-    """Blocks that are free and what is lent: of all clients together, or of a reservation."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        # By address: adding twice adds once.
-        self.free: dict[int, Block] = {}
-        self.lent = 0
-        self.clients: list[TransferClient] = []
-
-    @property
-    def free_bytes(self) -> int:
-        return sum(block.nbytes for block in self.free.values())
-
-    def allows(self, client: TransferClient, nbytes: int) -> bool:
-        """Whether a client may have so many bytes more, now."""
-        if client.lent_bytes + nbytes > client.budget_bytes:
-            return False
-        if client.lent_bytes + nbytes <= client.minimum_bytes:
-            return True
-        kept = (each.minimum_bytes - each.lent_bytes for each in self.clients if each is not client)
-        return self.lent + nbytes + sum(max(0, each) for each in kept) <= self.limit
-
-    def surplus(self, most: int) -> list[Block]:
-        """Remove free blocks until all that is pinned is at most so many bytes; return them."""
-        removed = []
-        while self.free and self.lent + self.free_bytes > most:
-            removed.append(self.free.popitem()[1])
-        return removed
-
-
 class Pool:
     """The pinned memory of one device that transfers pass through; see `pool_of`.
 
@@ -97,7 +68,7 @@ class Pool:
         self.device = device
         self.pid = os.getpid()
         self.lock = endings.Lock()
-        self.shared = _Room(_LENT_BYTES_MAX)
+        self.shared = Room(_LENT_BYTES_MAX)
         self._reserved: dict[str, weakref.WeakSet[DeviceMemory | Registration]] = {}
         self._reserving: list[TransferClient] = []
         self._out: weakref.WeakSet[TransferBuffer] = weakref.WeakSet()
@@ -144,22 +115,24 @@ class Pool:
 
     # Of clients.
 
-    def enter(self, client: TransferClient, *, ahead: bool) -> None:
-        """Add a client; with `ahead` pin its budget in the background."""
+    def enter(self, client: TransferClient) -> None:
+        """Add a client; pin its first buffers in the background, if it wants them ahead."""
+        client.asked_ahead = client.wanted_ahead
         with self.lock:
             client.room.clients.append(client)
             if client.room is self.shared:
                 self.shared.limit = max(self.shared.limit, client.budget_bytes)
             else:
                 self._reserving.append(client)
-            if ahead:
+            if client.ahead:
                 self._ahead.append(client)
                 self._start_keeper()
 
     def leave(self, client: TransferClient) -> None:
         """Remove a client; what it has reserved is free for others."""
         with self.lock:
-            if client in self._ahead:
+            client.ahead = False
+            while client in self._ahead:
                 self._ahead.remove(client)
         # The device may be closed next.
         _waiting.until(lambda: self._pinning is not client, time_limit_s())
@@ -209,12 +182,14 @@ class Pool:
 
     def _find(self, client: TransferClient, nbytes: int) -> Block | None:
         room, most = client.room, max(nbytes * _WASTE, _SMALL_BYTES)
-        fits = [
-            each
-            for each in reversed(room.free.values())  # so that those not needed grow old
-            if nbytes <= each.nbytes <= most and room.allows(client, each.nbytes)
-        ]
-        return min(fits, key=lambda each: each.nbytes, default=None)
+        found: Block | None = None
+        for each in reversed(room.free.values()):  # so that those not needed grow old
+            if nbytes <= each.nbytes <= most and (found is None or each.nbytes < found.nbytes):
+                if room.allows(client, each.nbytes):
+                    found = each
+                if each.nbytes == nbytes:
+                    break
+        return found
 
     def _lent(
         self, client: TransferClient, block: Block, nbytes: int, taker: int
@@ -226,10 +201,15 @@ class Pool:
             self._out.add(buffer)
         return buffer
 
-    @staticmethod
-    def _take(client: TransferClient, nbytes: int) -> None:
+    def _take(self, client: TransferClient, nbytes: int) -> None:
         client.lent_bytes += nbytes
         client.room.lent += nbytes
+        if client.ahead and client.lent_bytes > client.most_bytes:
+            client.most_bytes = client.lent_bytes
+            if client.wanted_ahead > client.asked_ahead:
+                client.asked_ahead = client.wanted_ahead + client.wanted_ahead // 8
+                self._ahead.append(client)
+                self._start_keeper()
 
     def sort_returned(self) -> None:
         """Free what came back and no copy uses; look at each once. Under the lock."""
@@ -310,9 +290,10 @@ class Pool:
             client = self._ahead[0]
             nbytes, room = client.buffer_bytes, client.room
             kept = sum(each.nbytes for each in room.free.values() if each.nbytes == nbytes)
-            fits = client.lent_bytes + kept + nbytes <= client.budget_bytes
+            fits = client.lent_bytes + kept + nbytes <= client.wanted_ahead
             if fits and not client.failure and room.lent + room.free_bytes + nbytes <= room.limit:
-                self._take(client, nbytes)
+                client.lent_bytes += nbytes
+                room.lent += nbytes
                 return client
             self._ahead.popleft()
         return None
@@ -380,8 +361,9 @@ class TransferClient(endings.OfProcess):
     reserved : bool
         Whether it has the whole budget for itself. It may then hold buffers while it waits.
     ahead : bool
-        Whether a thread pins the budget in the background, buffer by buffer. (Pinning takes 0.3 s
-        for each GiB, ten times as long as a copy.)
+        Whether a thread pins buffers before they are taken: 512 MiB of the budget, and then a
+        quarter more than were ever taken at a time. (Pinning takes 0.3 s for each GiB, ten times as
+        long as a copy, and while it lasts other calls of the driver wait.)
 
     Raises
     ------
@@ -431,15 +413,23 @@ class TransferClient(endings.OfProcess):
         self.failure: FlashwarpError | None = None
         """Why no more was pinned before the budget was reached; None if nothing failed."""
         self.lent_bytes = 0
+        self.ahead = ahead
+        self.most_bytes = self.asked_ahead = 0
+        """The most that was lent at a time, and what was pinned ahead, for the pool."""
         self._line: deque[object] = deque()  # who waits for a buffer
         self._pool = pool_of(device)
         self.lock = self._pool.lock
-        self.room = _Room(self.budget_bytes) if reserved else self._pool.shared
-        endings.uninterrupted(partial(self._enter, ahead), lambda _: self.close())
+        self.room = Room(self.budget_bytes) if reserved else self._pool.shared
+        endings.uninterrupted(self._enter, lambda _: self.close())
 
-    def _enter(self, ahead: bool) -> None:
+    def _enter(self) -> None:
         endings.remember(self)
-        self._pool.enter(self, ahead=ahead)
+        self._pool.enter(self)
+
+    @property
+    def wanted_ahead(self) -> int:
+        """For the pool: bytes to have pinned, those that are lent among them."""
+        return min(self.budget_bytes, max(_AHEAD_BYTES, self.most_bytes + self.most_bytes // 4))
 
     @property
     def allocated_bytes(self) -> int:
@@ -491,6 +481,31 @@ class TransferClient(endings.OfProcess):
         Raises as `take` does.
         """
         return None if self._line else self._try(self._size(nbytes))
+
+    def try_take_several(self, count: int) -> list[TransferBuffer]:
+        """Lend up to so many buffers in one step, as many as `try_take` would."""
+        found: list[TransferBuffer] = []
+
+        def lend() -> None:
+            thread = threading.get_ident()
+            while len(found) < count:
+                buffer = self._pool.lend(self, self.buffer_bytes, thread)
+                if buffer is None:
+                    return
+                found.append(buffer)
+
+        def give_back(_: object) -> None:
+            while found:
+                found.pop().release()
+
+        self._check_usable()
+        if not self._line:
+            try:
+                endings.uninterrupted(lend, give_back)
+            except FlashwarpError:
+                if not found:
+                    raise
+        return found
 
     def _size(self, nbytes: int | None) -> int:
         size = self.buffer_bytes if nbytes is None else integer("nbytes", nbytes, 1, _MOST)

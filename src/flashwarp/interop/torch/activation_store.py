@@ -152,10 +152,9 @@ class ActivationStore:
         def taken() -> bool:
             self._sweep()
             while len(found) < count:
-                buffer = self._pinned.try_take()
-                if buffer is not None:
-                    found.append(buffer)
-                elif not self._give_up_oldest():
+                more = self._pinned.try_take_several(count - len(found))
+                found.extend(more)
+                if not more and not self._give_up_oldest():
                     if self._failure is not None:
                         raise self._refusal(self._failure)  # no write will free a buffer
                     return False
@@ -268,14 +267,12 @@ class ActivationStore:
             entry = self._entry(kept)
             if entry.buffers:
                 return True
-            found: list[TransferBuffer] = []
-            for _ in range(-(-entry.nbytes // self._buffer_bytes)):
-                buffer = self._pinned.try_take()
-                if buffer is None:
-                    for each in found:
-                        each.release()
-                    return False
-                found.append(buffer)
+            count = -(-entry.nbytes // self._buffer_bytes)
+            found = self._pinned.try_take_several(count)
+            if len(found) < count:
+                for each in found:
+                    each.release()
+                return False
             self._start_read(entry, found)
             return True
 
