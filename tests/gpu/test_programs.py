@@ -99,6 +99,29 @@ def test_resources_are_told(program: fw.program.Program) -> None:
     assert resources.each_param_bytes[1:] == (8, 8, 8)
 
 
+UNBOUND = """
+#include "flashwarp/array.cuh"
+extern "C" __global__ void unbound(const __grid_constant__ fw::array<const float> x, float* out) {
+  float sum = 0;
+  const uint64_t step = fw::base::thread_count();
+  for (uint64_t i = fw::base::thread_index(); i < x.size(); i += step) sum += x[i];
+  out[fw::base::thread_index()] = sum;
+}
+"""
+
+
+@pytest.mark.parametrize(("options", "most"), [((), 64), (("--maxrregcount=32",), 32)])
+def test_a_kernel_without_bounds_has_64_registers(
+    device: CudaDevice, options: tuple[str, ...], most: int
+) -> None:
+    resources = fw.compile(UNBOUND, device, options=options)["unbound"].resources
+
+    assert resources is not None
+    assert resources.registers == most
+    if most == 64:
+        assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
+
+
 def test_what_does_not_fit_is_refused(
     program: fw.program.Program, floats: fw.Array, tmp_path: Path, device: CudaDevice
 ) -> None:

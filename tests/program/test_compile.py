@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,39 @@ import pytest
 import flashwarp as fw
 from flashwarp.device import CpuDevice
 from flashwarp.errors import ArgumentError, ClosedError, CompileError
+from flashwarp.program import compiling
 
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[CpuDevice]:
     with CpuDevice(3) as made:
         yield made
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "taken"),
+    [
+        ("cuda", (), ("--maxrregcount=64",)),
+        ("cuda", ("-lineinfo",), ("--maxrregcount=64", "-lineinfo")),
+        ("cuda", ("--maxrregcount=128",), ("--maxrregcount=128",)),
+        ("cpu", (), ()),
+    ],
+)
+def test_registers_are_limited_on_a_gpu_unless_the_caller_does(
+    monkeypatch: pytest.MonkeyPatch, kind: str, given: tuple[str, ...], taken: tuple[str, ...]
+) -> None:
+    loaded: list[tuple[str, ...]] = []
+
+    def load_program(*_: object, options: tuple[str, ...], **__: object) -> None:
+        loaded.append(options)
+        raise CompileError("enough")
+
+    stub = types.SimpleNamespace(kind=kind, load_program=load_program)
+    monkeypatch.setattr(compiling.devices, "resolve", lambda _: stub)
+    with pytest.raises(CompileError, match="enough"):
+        fw.compile("FW_KERNEL f() {}", options=given)
+    assert [loaded[0][len(loaded[0]) - len(taken) :]] == [taken]
+    assert sum("maxrregcount" in each for each in loaded[0]) == (kind == "cuda")
 
 
 # Sources.

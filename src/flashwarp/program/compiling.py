@@ -29,6 +29,7 @@ from flashwarp.program.arguments import Launch, accesses_of, parse_signature
 from flashwarp.program.hints import explained
 from flashwarp.storage import files
 
+_REGISTER_LIMIT = "--maxrregcount=64"
 _WARPS_MAX = (1 << 31) - 1
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*\Z")
@@ -56,6 +57,8 @@ def compile(  # noqa: A001 - the module's one verb
         "cpu", "cuda", "cuda:N". Default: "cuda:0" if a GPU works, else "cpu".
     options : sequence of str
         More options for the compiler: NVRTC's on a GPU, those of g++ or clang++ on the CPU device.
+        On a GPU, kernels without launch bounds have 64 registers by default, as those of FW_KERNEL;
+        ``"--maxrregcount=N"`` is another limit.
     defines : mapping, optional
         Macros and their values; None defines a macro without a value.
     include_dirs : sequence of str or Path
@@ -105,6 +108,8 @@ def compile(  # noqa: A001 - the module's one verb
     written = _source(source)
     folders = [Path(files.check_name(folder)) for folder in _listed(include_dirs)]
     others = (*_define_options(defines), *_strings("options", options))
+    if where.kind == "cuda" and not any("maxrregcount" in each for each in others):
+        others = (_REGISTER_LIMIT, *others)
 
     def load(policy_options: tuple[str, ...]) -> LoadedProgram:
         every = (*policy_options, *others)
