@@ -111,14 +111,18 @@ class Records {
  public:
   static constexpr uint32_t kCount = 3;  // of each warp
 
-  // `around`: of a hundred reads, or writes, how many go around the cache.
+  // `around`: of a hundred reads, or writes, how many go around the cache. `writes`: of a hundred
+  // steps, how many write. `stride`: bytes from one record to the
+  // next; then each is written first.
   Records(Machine& machine, uint64_t seed, uint32_t warps, uint32_t nbytes, uint32_t ahead,
-          uint32_t around = 0)
+          uint32_t around = 0, uint32_t writes = 40, uint32_t stride = 0)
       : machine_(machine),
         seed_(seed),
         state_(machine.allocate<fw::file_state>(1, "file state", Sharing::kAtomic)),
         nbytes_(nbytes),
         around_(around),
+        writes_(writes),
+        stride_(stride != 0 ? stride : nbytes),
         buffers_(warps, std::vector<uint8_t>(nbytes)),
         versions_(warps * kCount) {
     state_->size = 0;
@@ -133,10 +137,13 @@ class Records {
     Random random(seed_, 5000 + t.warp);
     std::vector<uint8_t>& buffer = buffers_[t.warp];
     for (uint32_t n = 0; n < steps; ++n) {
-      const uint32_t record = t.warp * kCount + random.below(kCount);
-      const uint64_t at = uint64_t(record) * nbytes_;
-      if (random.chance(40)) {
-        const uint8_t value = uint8_t(1 + random.below(255));
+      const bool first = stride_ != nbytes_ && n < kCount;
+      const uint32_t record = t.warp * kCount + (first ? n : random.below(kCount));
+      const uint64_t at = uint64_t(record) * stride_;
+      if (first || random.chance(writes_)) {
+        // Tells the record, so that readers see bytes of another one.
+        const uint32_t count = uint32_t(versions_.size());
+        const uint8_t value = uint8_t(1 + record + count * random.below((255 - record) / count));
         if (t.lane == 0) std::fill(buffer.begin(), buffer.end(), value);
         fw::warp::sync(fw::warp::kFullMask);
         scheduler.current()->doing = "write";
@@ -159,9 +166,19 @@ class Records {
         fw::warp::sync(fw::warp::kFullMask);
       } else {
         scheduler.current()->doing = "read another's";
-        const uint64_t other = random.below(uint32_t(versions_.size())) * uint64_t(nbytes_);
-        const int64_t got = read(random, buffer.data(), other);
+        const uint32_t count = uint32_t(versions_.size());
+        const uint32_t other = random.below(count);
+        if (t.lane == 0) std::fill(buffer.begin(), buffer.end(), uint8_t(0));
+        fw::warp::sync(fw::warp::kFullMask);
+        const int64_t got = read(random, buffer.data(), uint64_t(other) * stride_);
         if (got < 0) accept(got);
+        fw::warp::sync(fw::warp::kFullMask);
+        // Its writer may be at it. A read that fails leaves anything, also of a part of the lanes.
+        const bool right = std::all_of(buffer.begin(), buffer.end(), [&](uint8_t b) {
+          return b == 0 || uint32_t(b - 1) % count == other;
+        });
+        if (!machine_.faulty() && !right)
+          scheduler.fail("a record of another warp has bytes of a third one");
         fw::warp::sync(fw::warp::kFullMask);
       }
     }
@@ -193,7 +210,7 @@ class Records {
   void check() {
     for (uint32_t record = 0; record < versions_.size(); ++record) {
       if (versions_[record] == 0) continue;
-      const uint64_t begin = uint64_t(record) * nbytes_;
+      const uint64_t begin = uint64_t(record) * stride_;
       if (state_->size < begin + nbytes_) throw Failure("the file ends in a record\n");
       for (uint64_t k = 0; k < nbytes_; ++k) {
         if (uint8_t(*machine_.stored(0, begin + k)) != versions_[record])
@@ -207,6 +224,8 @@ class Records {
   fw::file_state* state_;
   const uint32_t nbytes_;
   const uint32_t around_;
+  const uint32_t writes_;
+  const uint32_t stride_;
   fw::file file_ = {};
   std::vector<std::vector<uint8_t>> buffers_;
   std::vector<uint8_t> versions_;  // what each record holds; 0: nobody knows
@@ -298,6 +317,13 @@ FW_SCENARIO(file_records, "warps write and read records of a file, whole warps t
   Shape shape = Shape::draw(run.random);
   shape.volumes = 1;
   shape.lines = std::max(shape.lines, 12u);
+  // Reads inside of one line have a way of their own: a line for each, and few frames, so that
+  // they are evicted.
+  const bool apart = run.random.chance(40);
+  if (apart) {
+    shape.sets = 1;
+    shape.lines = std::max(shape.lines, shape.warps * Records::kCount + 1);
+  }
   if (run.random.chance(30)) {
     draw_faults(run);
     if (kWidth == 32) run.faults.errors = std::min(run.faults.errors, 20u);
@@ -308,8 +334,12 @@ FW_SCENARIO(file_records, "warps write and read records of a file, whole warps t
   // Of many words each, or of any number of bytes.
   uint32_t nbytes = 1 + run.random.below(most);
   if (run.random.chance(50) && nbytes >= 16) nbytes = nbytes / 16 * 16;
-  Records records(machine, run.seed, shape.warps, nbytes, run.random.below(4));
-  const uint32_t steps = kWidth == 32 ? 3 : 2 + run.random.below(4);
+  if (apart) nbytes = 32u << run.random.below(2);
+  const uint32_t writes = apart ? 5 : 40;
+  Records records(machine, run.seed, shape.warps, nbytes, run.random.below(4), 0, writes,
+                  apart ? kLineBytes : 0);
+  const uint32_t steps =
+      (kWidth == 32 ? 3 : 2 + run.random.below(4)) + (apart ? 4 + Records::kCount : 0);
   machine.launch([&](Thread& t) { records.work(t, steps); });
   machine.settle();
 }

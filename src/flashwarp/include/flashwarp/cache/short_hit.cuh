@@ -1,8 +1,9 @@
-// The shortcut of a hit: a piece of one resident line, for all lanes of a full warp.
+// The shortcuts of a hit: a piece of one resident line, for all lanes of a full warp.
 //
-// The lanes hold the piece in registers between the two looks at the tag, so that the fence between
-// these waits for no store. Whatever is not the common case is left to `access`: a piece that is
-// long or not aligned, an absent line, a lost race.
+// Whatever is not the common case is left to `access`: a piece that is not aligned, an absent line,
+// a lost race. `copy_resident` holds a short piece in registers between the two looks at the tag,
+// so that the fence between these waits for no store. `copy_in_line` takes a piece of any length,
+// and few registers: a function that is called saves those that it needs, in memory.
 #pragma once
 
 #include "flashwarp/cache/read_around.cuh"
@@ -14,10 +15,29 @@ inline constexpr uint32_t kWordsHeld = 8;
 
 inline constexpr uint32_t kWordHeldBytes = 16;
 
+// Whether a piece is one that `copy_in_line` copies.
+FW_DEVICE bool is_aligned(const piece& what) {
+  return what.bytes != 0 && (what.offset | what.buffer | what.bytes) % kWordHeldBytes == 0;
+}
+
 // Whether a piece is one that `copy_resident` copies.
 FW_DEVICE bool is_held(const piece& what) {
-  return what.bytes != 0 && what.bytes <= kWordHeldBytes * warp::kWarpWidth * kWordsHeld &&
-         (what.offset | what.buffer | what.bytes) % kWordHeldBytes == 0;
+  return is_aligned(what) && what.bytes <= kWordHeldBytes * warp::kWarpWidth * kWordsHeld;
+}
+
+// Copies a piece that `is_aligned`, if its line is resident. Returns false as `copy_resident` does.
+template <typename Policy>
+FW_DEVICE bool copy_in_line(const geometry& g, const piece& what) {
+  const place at = probe(g, what.line);
+  if (lanes::all().any(!at.found)) return false;
+  warp::copy_words<kWordHeldBytes, warp::source::kFrame>(
+      lanes::all(), reinterpret_cast<char*>(what.buffer), frame_of(g, at.way) + what.offset,
+      what.bytes);
+  // The loads of the frame come before the second look at the tag.
+  atomic::fence_acquire();
+  if (lanes::all().any(!still_holds(g, at.way, at.word))) return false;
+  if (warp::lane() == 0) Policy::on_hit(g, at.way, at.word);
+  return true;
 }
 
 // Copies a piece that `is_held`, if its line is resident. Returns false if the caller must move it,

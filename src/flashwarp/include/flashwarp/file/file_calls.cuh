@@ -99,20 +99,20 @@ FW_DEVICE cache::piece short_piece(const file& f, lanes here, const span& s) {
   if (here != lanes::all() || !one || base::is_private(s.buffer)) return {0, 0, 0, 0};
   const cache::piece what = {f.bytes.line_begin + line, s.begin - (line << shift), s.end - s.begin,
                              s.buffer};
-  return cache::is_held(what) ? what : cache::piece{0, 0, 0, 0};
+  return cache::is_aligned(what) ? what : cache::piece{0, 0, 0, 0};
 }
 
 // A function of its own, so that kernels do not keep registers for the words that it holds.
-FW_DEVICE_NOINLINE bool copy_held(const cache::geometry& g, uint64_t line, uint64_t offset,
-                                  uint64_t bytes, uint64_t buffer) {
-  return cache::copy_resident<policy>(g, {line, offset, bytes, buffer}, 0);
+FW_DEVICE_NOINLINE bool copy_short(const cache::geometry& g, uint64_t line, uint64_t offset,
+                                   uint64_t bytes, uint64_t buffer) {
+  return cache::copy_in_line<policy>(g, {line, offset, bytes, buffer});
 }
 
 // Moves a read's bytes if all their lines are resident. Returns false if `s` is left.
 FW_DEVICE bool read_resident(const file& f, lanes here, span& s) {
-  const cache::piece held = short_piece(f, here, s);
-  if (held.bytes == 0) return move_all_resident<false>(f, here, s);
-  const bool moved = copy_held(f.bytes.geometry, held.line, held.offset, held.bytes, held.buffer);
+  const cache::piece part = short_piece(f, here, s);
+  if (part.bytes == 0) return move_all_resident<false>(f, here, s);
+  const bool moved = copy_short(f.bytes.geometry, part.line, part.offset, part.bytes, part.buffer);
   // All lanes see the whole copy.
   here.sync();
   return moved;
