@@ -93,6 +93,26 @@ FW_KERNEL read_memory(uint64_t address, char* buffers, uint64_t piece, uint64_t 
   });
 }
 
+// The same by the loads that a frame needs, between two looks at a word that the cache would change.
+FW_KERNEL read_looking(uint64_t address, const uint64_t* words, uint64_t line, char* buffers,
+                       uint64_t piece, uint64_t pieces, uint64_t* wrong, uint32_t* taken) {
+  read_in_order(buffers, piece, pieces, wrong, taken, [&](char* to, uint64_t offset) {
+    bool same = true;
+    for (uint64_t at = 0; at < piece; at += line) {
+      const uint64_t* word = &words[(offset + at) / line];
+      const uint64_t before = fw::atomic::load_relaxed(word);
+      fw::warp::sync(fw::warp::kFullMask);
+      fw::warp::copy<fw::warp::source::kFrame>(fw::lanes::all(),
+                                               reinterpret_cast<uint64_t>(to + at),
+                                               address + offset + at, line < piece ? line : piece);
+      fw::atomic::fence_acquire();
+      fw::warp::sync(fw::warp::kFullMask);
+      same = same && fw::atomic::load_relaxed(word) == before;
+    }
+    return same;
+  });
+}
+
 // The same the other way: each warp writes its buffer over the pieces.
 FW_KERNEL write_file(const FW_GRID_CONSTANT fw::file f, const char* buffers, uint64_t piece,
                      uint64_t pieces, uint64_t* wrong) {

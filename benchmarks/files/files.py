@@ -118,14 +118,24 @@ class _Files:
             self._opened(source, 2 * data.nbytes, "64 KiB") as x,
             KernelFile(x) as f,
             self._device.allocate(data.nbytes) as copy,
+            self._device.empty_array((data.nbytes // piece + 1,), np.uint64) as words,
         ):
             x.prefetch(slice(0, len(x)))
             self._device.upload(copy.address, data.view(np.uint8))
-            address = copy.address
+            self._device.upload(words.address, np.zeros(words.shape, np.uint64))
+            address, line = copy.address, 64 << 10
             for warps in counts:
                 found = self._turns(
                     {
                         "plain": partial(self._launch, "read_memory", address, piece, whole, warps),
+                        "looks": partial(
+                            self._launch,
+                            "read_looking",
+                            (address, words, line),
+                            piece,
+                            whole,
+                            warps,
+                        ),
                         "ours": partial(self._launch, "read_file", f, piece, whole, warps),
                     }
                 )
@@ -135,6 +145,10 @@ class _Files:
                 self._add(
                     f"reads, resident, {name}", whole, found["ours"], loop, found["plain"], target,
                     _PAPER.get((piece, warps), ""),
+                )  # fmt: skip
+                self._add(
+                    f"reads, resident, {name}", whole, found["ours"],
+                    "the loop with a look at a word before and behind", found["looks"],
                 )  # fmt: skip
 
     def written(self, nbytes: int, piece: int, warps: int) -> None:
@@ -337,10 +351,11 @@ class _Files:
         buffers: DeviceMemory = self._buffers
         self._device.upload(self._wrong.address, np.zeros(1, np.uint64))
         times = [taken] if kernel.startswith("read") else []
+        source = what if isinstance(what, tuple) else (what,)
         seconds = device_seconds(
             self._device,
             lambda: self._program[kernel](
-                what,
+                *source,
                 buffers,
                 piece,
                 whole // piece,

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -94,14 +95,14 @@ class _First:
         np.save(path, np.arange(nbytes // 4, dtype=np.uint32).reshape(-1, _ROW))
         found = self.several(_first_calls, self.device, path)
         for name in found[0]:
-            firsts, thirds = (sorted(each[name][turn] for each in found) for turn in (0, 2))
+            firsts, thirds = (sorted(each[name][0][turn] for each in found) for turn in (0, 2))
             self.report.row(
                 f"the first {name} of a process",
                 median(firsts) * 1e3,
                 "ms",
                 "the third",
                 median(thirds) * 1e3,
-                checked=all(each[name][3] for each in found),
+                checked=all(each[name][1] for each in found),
                 note=f"{firsts[0] * 1e3:.3g} to {firsts[-1] * 1e3:.3g} ms",
             )
 
@@ -207,7 +208,7 @@ def _begin(device: str) -> Any:
     return where
 
 
-def _first_calls(device: str, path: Path) -> dict[str, tuple[float, float, float, bool]]:
+def _first_calls(device: str, path: Path) -> dict[str, tuple[list[float], bool]]:
     """Return how long the first three calls of each kind took, and whether the data was right."""
     where = _begin(device)
     times: dict[str, list[float]] = {name: [] for name in ("open", "gather", "batch", "load")}
@@ -231,7 +232,7 @@ def _first_calls(device: str, path: Path) -> dict[str, tuple[float, float, float
                 loaded = fw.load(path, where, library=_library(where))
             right["load"] &= _starts_are(loaded[path.stem][-_FEW:], _last(path))
             del loaded
-    return {name: (*found, right[name]) for name, found in times.items()}
+    return {name: (found, right[name]) for name, found in times.items()}
 
 
 @contextlib.contextmanager
@@ -269,7 +270,7 @@ def _checkpoints(device: str, place: Path, nbytes: int) -> dict[str, Any]:
         made.protect("state", state)
         for number in range(3):
             state[:] = number + 1
-            calls.append(blocked(where, lambda number=number: made.checkpoint(number)))
+            calls.append(blocked(where, partial(made.checkpoint, number)))
             state[:] = 0
             made.wait(number)
         for number in range(3):

@@ -111,6 +111,7 @@ def _compare(
         }
         single = {
             "cursor[i]": (way("single_cursor", data.size, array, _SPAN), 0.0),
+            "cursor[i], 64 warps": (way("single_cursor_of_many", data.size, array, _SPAN), 0.0),
             "range": (way("single_range", data.size, array, _SPAN), 1.0),
             "each": (way("single_each", data.size, array), 1.0),
         }
