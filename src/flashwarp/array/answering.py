@@ -165,16 +165,16 @@ class Answering:
         mapped: shared_memory.Mapped,
         opened: dict[int, Export],
     ) -> None:
-        self._device = device
         self._line = facts.line
         self._opened = opened
         self._mapped = mapped
-        self._server = _native.RequestServer(mapped.address, facts.slots, facts.line)
-        self._bytes = np.empty(facts.slots * facts.line, _BYTES)
-        # On a GPU, where rows pass through: its kernels do not reach the host's memory.
-        self._buffer = None
-        if device.kind != "cpu":
-            self._buffer = device.allocate(self._bytes.nbytes)
+        self._slots = facts.slots
+        bell = device.kind == "cpu"
+        self._server = _native.RequestServer(mapped.address, facts.slots, facts.line, bell)
+        # What rows pass through, and their numbers.
+        self._memory = device.allocate_host(facts.slots * facts.line)
+        self._indices = device.allocate_host(8 * facts.slots)
+        self._numbers = self._indices.as_numpy().view(np.int64)
         self._failure: Exception | None = None
         self._thread = endings.Thread(self._answer_all, "flashwarp sharing requests")
         self._thread.start()
@@ -187,8 +187,9 @@ class Answering:
         """End the thread: no array of the client is closed before."""
         self._server.stop()
         self._thread.join(config.time_limit_s())
-        if self._buffer is not None:
-            self._buffer.close()
+        if not self._thread.is_alive():  # else its access is yet to end
+            self._memory.close()
+            self._indices.close()
 
     def _answer_all(self) -> None:
         while asked := self._server.wait():
@@ -243,8 +244,9 @@ class Answering:
         whole = chosen[chosen < last]
 
         def prefetch() -> None:
-            if len(whole):
-                export.move("prefetch", self._line, self._index(whole))
+            for first in range(0, len(whole), self._slots):
+                part = whole[first : first + self._slots]
+                export.move("prefetch", self._line, self._index(part))
             if len(whole) != len(chosen):
                 export.move("prefetch", 1, range(last * self._line, export.nbytes))
 
@@ -294,19 +296,13 @@ class Answering:
             chosen = self._index(offsets // nbytes)
 
         def move() -> None:
-            here, there = self._bytes.ctypes.data, self._buffer
-            moved = self._bytes[: len(slots) * nbytes]
-            address = here if there is None else there.address
+            address = self._memory.address
             if operation == _STORE:
-                self._server.collect(slots, nbytes, here)
-                if there is not None:
-                    self._device.upload(address, moved)
+                self._server.collect(slots, nbytes, address)
                 export.move("scatter", row_bytes, chosen, address)
                 return
             export.move("gather", row_bytes, chosen, address)
-            if there is not None:
-                self._device.download_into(address, moved)
-            self._server.hand_out(slots, nbytes, here)
+            self._server.hand_out(slots, nbytes, address)
 
         if self._try(export, move):
             self._server.answer(slots, _DONE)
@@ -317,9 +313,7 @@ class Answering:
                 self._move_rows(export, operation, requests[i : i + 1], nbytes)
 
     def _index(self, numbers: npt.NDArray[np.int64]) -> Index:
-        numbers = np.ascontiguousarray(numbers, np.int64)
-        if self._device.kind == "cpu":
-            return Index(numbers.ctypes.data, numbers.shape, 8, "numpy", numbers)
-        copy = self._device.empty_array(numbers.shape, np.int64)
-        self._device.upload(copy.address, numbers)
-        return Index(copy.address, numbers.shape, 8, "numpy", copy, held=copy)
+        """Put the numbers of rows where kernels read them; there is one such index at a time."""
+        here = self._numbers[: len(numbers)]
+        here[:] = numbers
+        return Index(self._indices.address, here.shape, 8, "numpy", here)

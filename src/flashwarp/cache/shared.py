@@ -6,7 +6,7 @@ read them. What they ask for goes through a table of requests, which each shares
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import functools
 import os
 import time
@@ -19,8 +19,8 @@ from flashwarp.cache.memory import CacheMemory
 from flashwarp.cache.sizes import geometry_of
 from flashwarp.cache.structs import GeometryStruct
 from flashwarp.device import Device, DeviceMemory, find, shared_memory
-from flashwarp.device.memory import Exported
-from flashwarp.errors import CacheError, SharedCacheError
+from flashwarp.device.memory import Exported, OwnedStream, Registration
+from flashwarp.errors import CacheError, FlashwarpError, SharedCacheError
 from flashwarp.sharing import names, sessions_of
 from flashwarp.sharing.connection import Connection
 from flashwarp.sharing.listener import Answer, Listener, Session
@@ -233,8 +233,11 @@ class Client:
     metadata: DeviceMemory
     frames: DeviceMemory
     mapped: shared_memory.Mapped
-    """The memory of `requests`."""
-    requests: _native.RequestClient
+    """The memory of requests."""
+    pinned: Registration
+    """It, for kernels."""
+    stream: OwnedStream
+    """On which waits of kernels are ended, beside these."""
     arrays: dict[object, list[int]] = field(default_factory=dict)
     """Those that are open, and the words that end their kernels' waits."""
     lost: bool = False
@@ -270,18 +273,33 @@ class Client:
                 f"the shared cache {connection.name!r} lies on another device ({facts.kind} "
                 f"{facts.device}) than {here.name}: leave device= out"
             )
+        if here.kind != "cpu" and connection.owner_pid == os.getpid():
+            raise SharedCacheError(
+                f"this process owns the shared cache {connection.name!r}, and its kernels would "
+                "wait for others of it that find no room on the GPU: open arrays on the cache "
+                "that owns it"
+            )
         metadata, frames, shared = message.descriptors
-        mapped = shared_memory.map_memory(shared, facts.requests_bytes, writable=True)
-        requests = _native.RequestClient(mapped.address, facts.slots, facts.line)
-        own = here.map_exported(metadata, facts.metadata_bytes)
-        try:
-            lines = here.map_exported(frames, facts.frames_bytes)
-        except BaseException:
-            own.close()
-            raise
-        made = cls(connection, facts, here, own, lines, mapped, requests)
-        connection.watch(weakref.WeakMethod(made.lose))
-        return made
+        with contextlib.ExitStack() as made:
+
+            def closing(part: Any) -> Any:
+                made.callback(part.close)
+                return part
+
+            mapped = shared_memory.map_memory(shared, facts.requests_bytes, writable=True)
+            client = cls(
+                connection,
+                facts,
+                here,
+                closing(here.map_exported(metadata, facts.metadata_bytes)),
+                closing(here.map_exported(frames, facts.frames_bytes)),
+                mapped,
+                closing(here.register_host(mapped.address, mapped.nbytes, read_only=False)),
+                closing(here.create_stream()),
+            )
+            made.pop_all()
+        connection.watch(weakref.WeakMethod(client.lose))
+        return client
 
     def enter(self, array: object, words: list[int]) -> None:
         """Note an array that is open, whose kernels' waits end by nonzero words."""
@@ -299,10 +317,10 @@ class Client:
         """End all waits for the owner, who has gone."""
         with self.guard:
             self.lost = True
-            self.requests.lose()
             for words in self.arrays.values():
                 for word in words:
-                    ctypes.c_uint32.from_address(word).value = 1
+                    with contextlib.suppress(FlashwarpError):  # no kernel runs any more
+                        self.device.upload(word, (1).to_bytes(4, "little"), self.stream)
 
     def check_asked(self, sets: int, line: int, ways: int, policy: str) -> None:
         """Raise SharedCacheError, and leave, unless the cache is as the user asked for."""
@@ -325,17 +343,17 @@ class Client:
         return geometry_of(tags, frames, facts.sets, facts.ways, facts.line)
 
     def memory(self) -> CacheMemory:
-        """Make the memory of the client's cache: kernels of the CPU device have structs in it."""
-        if self.device.kind != "cpu":
-            return CacheMemory(self.geometry, self.metadata, self.frames)
-        own = (self.geometry, self.metadata, self.frames, self.requests.address)
-        return CacheMemory.of_client(self.device, *own)
+        """Make the memory of the client's cache, which ends the mappings as it is closed."""
+        table = self.mapped.address, self.facts.slots
+        parts = self.geometry, self.metadata, self.frames
+        return CacheMemory.of_client(self.device, *parts, *table)
 
     def close(self) -> None:
-        """Leave the owner, and end the mappings. May be called twice."""
+        """Leave the owner, and its requests. May be called twice."""
         self.connection.close()
-        self.metadata.close()
-        self.frames.close()
+        with self.guard:  # a thread may be ending waits
+            self.stream.close()
+        self.pinned.close()
 
 
 def join(

@@ -106,19 +106,19 @@ def compile(  # noqa: A001 - the module's one verb
     folders = [Path(files.check_name(folder)) for folder in _listed(include_dirs)]
     others = (*_define_options(defines), *_strings("options", options))
 
-    def load(policy_options: tuple[str, ...]) -> LoadedProgram:
-        every = (*policy_options, *others)
+    def load(policy: Policy) -> LoadedProgram:
+        every = (*policy.options, *others)
         try:
             return where.load_program(
-                written.behind(chosen), include_dirs=folders, options=every, debug=debug
+                written.behind(policy), include_dirs=folders, options=every, debug=debug
             )
         except CompileError as error:
             raise explained(error, written.text.decode(errors="replace")) from None
 
     def for_clients() -> Program:
-        return Program(where, load(chosen.options_for_clients), chosen)
+        return Program(where, load(chosen.for_clients), chosen)
 
-    return Program(where, load(chosen.options), chosen, functools.cache(for_clients))
+    return Program(where, load(chosen), chosen, functools.cache(for_clients))
 
 
 def get_include() -> str:

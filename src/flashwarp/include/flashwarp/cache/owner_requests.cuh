@@ -25,10 +25,6 @@
 
 namespace fw::cache {
 
-// Whether kernels of a client ask the owner by themselves. On a GPU, where this has not run, the
-// client's host does it for them: see kernels/resident.cuh.
-inline constexpr bool kKernelsAskOwner = !FW_ON_GPU;
-
 enum owner_operation : uint32_t {
   kOwnerRead = 1,      // copies bytes of the cache's lines to the buffer
   kOwnerStore = 2,     // stores the first bytes of the buffer
@@ -112,7 +108,7 @@ FW_DEVICE void ask(owner_requests& o, uint32_t slot, owner_operation operation, 
   // The request, and a store's bytes in the buffer, come before the owner sees that it is asked.
   atomic::fence_system();
   atomic::store_relaxed_system(&s.state, uint32_t(kAsked));
-  if constexpr (!kKernelsAskOwner) return;  // a GPU cannot wake the owner
+  if constexpr (FW_ON_GPU) return;  // it cannot wake the owner, who looks at the slots
   // Release: an owner that sees this ring looks at the slots behind it, and finds the request.
   atomic::add_release(&o.bell->rings, 1u);
   base::wake(&o.bell->rings);
