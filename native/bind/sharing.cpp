@@ -41,6 +41,8 @@ void bind_sharing(nb::module_& m) {
            nb::arg("target"))
       .def("hand_out", &RequestServer::hand_out, nb::arg("slots"), nb::arg("bytes"),
            nb::arg("source"))
+      .def("read", &RequestServer::read, nb::arg("threads"), nb::arg("storage"), nb::arg("slots"),
+           nb::arg("offsets"), nb::arg("nbytes"), nb::arg("step"), nb::call_guard<Unlocked>())
       .def("answer", &RequestServer::answer, nb::arg("slots"), nb::arg("status"))
       .def("stop", &RequestServer::stop);
   m.def("request_bytes", &RequestTable::bytes, nb::arg("count"), nb::arg("line_bytes"));

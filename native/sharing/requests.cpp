@@ -90,6 +90,22 @@ void RequestServer::hand_out(const std::vector<uint32_t>& slots, uint64_t bytes,
   }
 }
 
+bool RequestServer::read(Gatherer& threads, Storage& storage, const std::vector<uint32_t>& slots,
+                         const std::vector<uint64_t>& offsets, uint64_t bytes,
+                         uint64_t step) const {
+  check(slots, bytes);
+  require(offsets.size() == slots.size() && step > 0, "each slot has an offset");
+  const auto act = [&](uint64_t begin, uint64_t end) -> Gatherer::Outcome {
+    for (uint64_t i = begin; i < end; ++i) {
+      char* const buffer = table_.buffers + slots[i] * table_.line_bytes;
+      const int error = storage.read(offsets[i], buffer, bytes);
+      if (error != 0) return {error, i};
+    }
+    return {};
+  };
+  return threads.run(slots.size(), step, act).error == 0;
+}
+
 void RequestServer::answer(const std::vector<uint32_t>& slots, uint32_t status) {
   check(slots, 0);
   for (const uint32_t slot : slots) cache::answer_request(table_.slots[slot], status);

@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "flashwarp/cache/owner_requests.cuh"
+#include "storage/storage.h"
+#include "transfer/gatherer.h"
 
 namespace fw::native {
 
@@ -36,6 +38,10 @@ class RequestServer {
   // Copy the first `bytes` of each slot's buffer from, or to, memory where they lie back to back.
   void collect(const std::vector<uint32_t>& slots, uint64_t bytes, uint64_t target) const;
   void hand_out(const std::vector<uint32_t>& slots, uint64_t bytes, uint64_t source) const;
+  // Reads `bytes` of a storage at each slot's offset into its buffer, by all threads of a gatherer,
+  // of which each takes `step` slots at a time. Returns whether all were read.
+  bool read(Gatherer& threads, Storage& storage, const std::vector<uint32_t>& slots,
+            const std::vector<uint64_t>& offsets, uint64_t bytes, uint64_t step) const;
   void answer(const std::vector<uint32_t>& slots, uint32_t status);
   // Ends `wait`. Any thread.
   void stop();

@@ -332,6 +332,57 @@ result = [calls, x.stats.hits, x.stats.misses]
             assert min(calls, hits, misses) > 0
 
 
+def test_rows_of_a_reader_wait_for_no_launch_of_the_owner(
+    client: Gpu, owner: Gpu, path: Path
+) -> None:
+    owner.run("""
+from flashwarp.array.filling import Filling
+add, Filling.add = Filling.add, lambda *_: None
+""")
+    client.opens(path)
+    before = owner.run("result = fake().fake_count(b'cuLaunchKernel')")
+    client.run("np.testing.assert_array_equal(x[::-1], rows[::-1])")
+    assert client.run("result = [x.stats.misses, x.stats.hits]") == [1000, 0]
+    assert owner.run("result = fake().fake_count(b'cuLaunchKernel')") == before
+
+    owner.run("Filling.add = add")
+    client.run("x[:50]")
+
+    client.run("""
+end = time.monotonic() + 20
+while True:
+    hits = x.stats.hits
+    x[:49]
+    if x.stats.hits == hits + 49:
+        break
+    assert time.monotonic() < end, "the lines have not come into the cache"
+    time.sleep(0.01)
+""")
+    assert owner.run("result = fake().fake_count(b'cuLaunchKernel')") > before
+
+
+def test_file_that_was_cut(client: Gpu, path: Path) -> None:
+    client.opens(path)
+    client.run("x[:10]")
+    os.truncate(path, 128 + 500 * 512)
+
+    with pytest.raises(ProgramError) as error:
+        client.run("x[900:910]")
+
+    assert error.value.name == "StorageError", str(error.value)
+
+
+def test_writer_behind_a_reader(client: Gpu, path: Path, places: dict[str, str]) -> None:
+    client.opens(path)
+    client.run("x[:500]; x.close()")
+    with Gpu(places) as other:
+        other.joins()
+        other.opens(path, "r+")
+        other.run("x[100:200] = 7")
+        client.opens(path, "r+")
+        client.run("rows[100:200] = 7; np.testing.assert_array_equal(x[...], rows)")
+
+
 def test_memory_is_given_back(client: Gpu, path: Path) -> None:
     client.run("cache.close()")
     client.run(f"""
