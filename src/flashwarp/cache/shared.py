@@ -26,11 +26,12 @@ from flashwarp.sharing.connection import Connection
 from flashwarp.sharing.listener import Answer, Listener, Session
 
 # Requests of one client that are under way: so many that the owner's work on all of them takes
-# longer than a client's turn, in at most so many bytes of buffers. Fewer than the lines of a call
-# that copies most of them around the cache, where other clients want them.
-_SLOTS = 255
+# longer than a client's turn, in at most so many bytes of buffers. On the CPU device, fewer than
+# the lines of a call that copies most of them around the cache, where other clients want them. On a
+# GPU there are more threads, and each round of answers takes longer.
+_SLOTS = {"cpu": 255, "cuda": 1024}
 _SLOTS_MIN = 2
-_BUFFER_BYTES = 4 << 20
+_BUFFER_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
 _START_S = 10.0
 _RETRY_S = 0.01
 _SIZE_MAX = 1 << 48
@@ -169,9 +170,9 @@ class Owner:
     def start(self, cache: Any) -> None:
         """Serve clients from now on."""
         frames, metadata = self._exported
-        line = cache.line_bytes
+        line, kind = cache.line_bytes, cache.device.kind
         self.facts = Facts(
-            kind=cache.device.kind,
+            kind=kind,
             device=cache.device.identity,
             policy=cache.policy.name,
             line=line,
@@ -182,7 +183,7 @@ class Owner:
             tags=metadata.offset + cache.geometry.tags - metadata.memory.address,
             frames_bytes=frames.offset + frames.memory.nbytes,
             frames=frames.offset,
-            slots=max(_SLOTS_MIN, min(_SLOTS, _BUFFER_BYTES // line)),
+            slots=max(_SLOTS_MIN, min(_SLOTS[kind], _BUFFER_BYTES[kind] // line)),
         )
         sessions: Sessions = sessions_of(cache)
         self._sessions = sessions

@@ -81,11 +81,16 @@ FW_DEVICE bool is_answered(const owner_requests& o, uint32_t slot) {
   return atomic::load_relaxed_system(&o.slots[slot].state) == kAnswered;
 }
 
-// Takes a slot for the calling thread, which looks at each slot once and waits for nothing. So a
-// thread may hold slots while it takes another.
+// How many slots a thread looks at for one that is free. Of a GPU's threads a hundred thousand may
+// look at the same time, and would keep the cache of the GPU from those that have their answers.
+inline constexpr uint32_t kLooksMax = FW_ON_GPU ? 64 : ~uint32_t(0);
+
+// Takes a slot for the calling thread, which looks at each slot once at most and waits for nothing.
+// So a thread may hold slots while it takes another.
 FW_DEVICE uint32_t take_slot(owner_requests& o) {
   const uint32_t first = atomic::add_relaxed(&o.next, 1u);
-  for (uint32_t k = 0; k < o.count; k++) {
+  const uint32_t looks = o.count < kLooksMax ? o.count : kLooksMax;
+  for (uint32_t k = 0; k < looks; k++) {
     const uint32_t slot = (first + k) % o.count;
     const uint32_t seen = atomic::load_relaxed(&o.holders[slot]);
     if (seen == kHeld || (seen == kLent && !is_answered(o, slot))) continue;
