@@ -345,10 +345,13 @@ add, Filling.add = Filling.add, lambda *_: None
     assert client.run("result = [x.stats.misses, x.stats.hits]") == [1000, 0]
     assert owner.run("result = fake().fake_count(b'cuLaunchKernel')") == before
 
-    owner.run("Filling.add = add")
-    client.run("x[:50]")
+    client.run("x.prefetch(range(100, 700))")
+    assert owner.run("result = fake().fake_count(b'cuLaunchKernel')") == before
 
+    owner.run("Filling.add = add")
     client.run("""
+x[:50]
+x.prefetch(range(100, 130))
 end = time.monotonic() + 20
 while True:
     hits = x.stats.hits

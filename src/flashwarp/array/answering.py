@@ -288,10 +288,14 @@ class Answering:
             lines.append(np.arange(first // self._line, -(-end // self._line)))
         chosen = np.unique(np.concatenate(lines))
         whole = chosen[chosen < last]
+        parts = [whole[i : i + self._slots] for i in range(0, len(whole), self._slots)]
+        if export.file is not None and self._readers is not None:
+            for part in parts:
+                self._readers.filling.add(export, part)  # reads must not wait for a launch
+            return
 
         def prefetch() -> None:
-            for first in range(0, len(whole), self._slots):
-                part = whole[first : first + self._slots]
+            for part in parts:
                 export.move("prefetch", self._line, self._index(part))
             if len(whole) != len(chosen):
                 export.move("prefetch", 1, range(last * self._line, export.nbytes))
