@@ -386,6 +386,15 @@ def test_writer_behind_a_reader(client: Gpu, path: Path, places: dict[str, str])
         client.run("rows[100:200] = 7; np.testing.assert_array_equal(x[...], rows)")
 
 
+def test_programs_that_close_nothing_end(client: Gpu, owner: Gpu, path: Path) -> None:
+    client.opens(path, "r+")
+    client.run("import gc; x[3] = 5; read = x.gather_async(range(100))")
+    client.run("other = fw.Cache(shared='rows', device=gpu); del other; gc.collect()")
+    client.end()
+    owner.end()
+    assert (np.load(path)[3] == 5).all()
+
+
 def test_memory_is_given_back(client: Gpu, path: Path) -> None:
     client.run("cache.close()")
     client.run(f"""

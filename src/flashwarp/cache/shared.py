@@ -298,6 +298,7 @@ class Client:
                 closing(here.register_host(mapped.address, mapped.nbytes, read_only=False)),
                 closing(here.create_stream()),
             )
+            client.pinned.owner = mapped
             made.pop_all()
         connection.watch(weakref.WeakMethod(client.lose))
         return client
