@@ -136,6 +136,7 @@ class Export:
             launcher.move("scatter", chosen, buffer, stream, sms=self._threads)
         if stream is not None:
             self._attachment.device.wait(self._side, timeout_s=config.time_limit_s())
+            self._attachment._streams.discard(stream)
         failure = self._attachment._failures.take("a request of a client", self._volume)
         if failure is not None:
             raise failure
