@@ -87,9 +87,6 @@ nb::dict layouts() {
                segments, bundle, misses)
   FW_STRUCTURE("maintenance_params", kernels::maintenance_params, cache, volume, line_begin,
                line_end, lba, lba_count, opcode, prp1, cdw10, drop)
-  FW_STRUCTURE("client_params", kernels::client_params, rows, line_begin, missed, list, handed,
-               places, count)
-  FW_STRUCTURE("missed_pieces", kernels::missed_pieces, count, hits, bytes, strays, stray)
   FW_STRUCTURE("graph_rows", graph::rows, offsets, first, vertices, entries, chunks, chunk_log2,
                ahead, backwards, in_place)
   FW_STRUCTURE("table_scales", kernels::table_scales, geometry, cache, volume, memory, stride,

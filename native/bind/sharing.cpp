@@ -2,16 +2,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
-#include "base/require.h"
 #include "bind/unlocked.h"
 #include "sharing/requests.h"
 
 namespace nb = nanobind;
 using fw::cache::asked_request;
-using fw::native::RequestClient;
+using fw::cache::owner_requests;
 using fw::native::RequestServer;
 using fw::native::RequestTable;
-using fw::native::require;
 using fw::native::Unlocked;
 using fw::native::unlocked;
 
@@ -25,37 +23,29 @@ nb::bytes wait(RequestServer& server) {
   return nb::bytes(found.data(), found.size() * sizeof(asked_request));
 }
 
-// `begins` and `sizes` are the addresses of `count` numbers of 64 bits.
-uint32_t move(RequestClient& client, uint32_t operation, uint64_t begins, uint64_t sizes,
-              uint64_t count, uint64_t memory, uint64_t limit_ns) {
-  require(operation >= fw::cache::kOwnerRead && operation <= fw::cache::kOwnerPrefetch,
-          "there is no such operation");
-  return unlocked([&] {
-    return client.move(
-        fw::cache::owner_operation(operation), reinterpret_cast<const uint64_t*>(begins),
-        reinterpret_cast<const uint64_t*>(sizes), count, reinterpret_cast<char*>(memory), limit_ns);
-  });
+// The structure `cache::owner_requests` as bytes; see `RequestTable::for_client`.
+nb::bytes requests_of(uint64_t address, uint32_t count, uint64_t line_bytes, uint64_t holders) {
+  const RequestTable table = RequestTable::at(address, count, line_bytes);
+  const owner_requests made = table.for_client(reinterpret_cast<uint32_t*>(holders));
+  return nb::bytes(&made, sizeof(made));
 }
 
 }  // namespace
 
 void bind_sharing(nb::module_& m) {
   nb::class_<RequestServer>(m, "RequestServer")
-      .def(nb::init<uint64_t, uint32_t, uint64_t>(), nb::arg("address"), nb::arg("count"),
-           nb::arg("line_bytes"))
+      .def(nb::init<uint64_t, uint32_t, uint64_t, bool>(), nb::arg("address"), nb::arg("count"),
+           nb::arg("line_bytes"), nb::arg("bell"))
       .def("wait", &wait)
       .def("collect", &RequestServer::collect, nb::arg("slots"), nb::arg("bytes"),
            nb::arg("target"))
       .def("hand_out", &RequestServer::hand_out, nb::arg("slots"), nb::arg("bytes"),
            nb::arg("source"))
+      .def("read", &RequestServer::read, nb::arg("threads"), nb::arg("storage"), nb::arg("slots"),
+           nb::arg("offsets"), nb::arg("nbytes"), nb::arg("step"), nb::call_guard<Unlocked>())
       .def("answer", &RequestServer::answer, nb::arg("slots"), nb::arg("status"))
       .def("stop", &RequestServer::stop);
-  nb::class_<RequestClient>(m, "RequestClient")
-      .def(nb::init<uint64_t, uint32_t, uint64_t>(), nb::arg("address"), nb::arg("count"),
-           nb::arg("line_bytes"))
-      .def_prop_ro("address", &RequestClient::address)
-      .def("move", &move, nb::arg("operation"), nb::arg("begins"), nb::arg("sizes"),
-           nb::arg("count"), nb::arg("memory"), nb::arg("limit_ns"))
-      .def("lose", &RequestClient::lose);
   m.def("request_bytes", &RequestTable::bytes, nb::arg("count"), nb::arg("line_bytes"));
+  m.def("requests_of", &requests_of, nb::arg("address"), nb::arg("count"), nb::arg("line_bytes"),
+        nb::arg("holders"));
 }

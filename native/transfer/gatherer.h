@@ -57,15 +57,17 @@ class Gatherer {
   // A file. With O_DIRECT, the caller sees to alignment.
   Outcome read(int fd, const Pieces& pieces);
 
+  // Calls `act` for parts of [0, count), at most `step` each, by all threads.
+  using Act = std::function<Outcome(uint64_t begin, uint64_t end)>;
+  Outcome run(uint64_t count, uint64_t step, Act act);
+
   // Ends the threads, after the work that has begun; later calls throw std::runtime_error.
   void stop();
 
  private:
   struct Task;
   struct State;
-  using Act = std::function<Outcome(uint64_t begin, uint64_t end)>;
 
-  Outcome run(uint64_t count, uint64_t step, Act act);
   void serve();
   static void work(Task& task);
   Outcome read_range(int fd, const Pieces& pieces, uint64_t begin, uint64_t end);

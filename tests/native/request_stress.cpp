@@ -55,7 +55,8 @@ class Rig {
   Rig(uint32_t lines, uint32_t path)
       : elements_(lines * kLineWords - 10),
         memory_(fw::native::RequestTable::bytes(kSlots, kLineBytes), 4096),
-        client_(address(memory_.address()), kSlots, kLineBytes) {
+        requests_(fw::native::RequestTable::at(address(memory_.address()), kSlots, kLineBytes)
+                      .for_client(holders_)) {
     cache_ = make_cache(arena_, 1, 4, kLineBytes);
     attach(path);
     attach_client();
@@ -77,16 +78,16 @@ class Rig {
       } else if (dice == 3 && thread != 1) {
         array.prefetch(element);
       } else {
-        load(array, element, seen, dice == 4 && thread == 2);
+        load(array, element, seen);
       }
     }
     if (++ended_ == kThreads - 1) server_->stop();
   }
 
-  void begin() {
+  void begin(bool bell) {
     ended_ = 0;
-    server_ =
-        std::make_unique<fw::native::RequestServer>(address(memory_.address()), kSlots, kLineBytes);
+    server_ = std::make_unique<fw::native::RequestServer>(address(memory_.address()), kSlots,
+                                                          kLineBytes, bell);
   }
 
   void settle() {
@@ -135,19 +136,9 @@ class Rig {
     finished_[mine].store(version, std::memory_order_release);
   }
 
-  void load(const fw::array<uint64_t>& array, uint32_t element, std::vector<uint32_t>& seen,
-            bool by_host) {
+  void load(const fw::array<uint64_t>& array, uint32_t element, std::vector<uint32_t>& seen) {
     const uint32_t finished = finished_[element].load(std::memory_order_acquire);
-    uint64_t got;
-    if (by_host) {
-      const uint64_t begin = element * 8ull;
-      const uint64_t bytes = 8;
-      const uint32_t status = client_.move(cache::kOwnerRead, &begin, &bytes, 1,
-                                           reinterpret_cast<char*>(&got), kTimeoutNs);
-      if (status != nvme::kSuccess) fail("a host's request", element, status, 0);
-    } else {
-      got = array[element];
-    }
+    const uint64_t got = array[element];
     const uint64_t oldest = value_of(element, std::max(finished, seen[element]));
     if (got >> 32 != oldest >> 32) fail("a value of another place", element, got, oldest);
     if (got < oldest) fail("an old value", element, got, oldest);
@@ -177,14 +168,15 @@ class Rig {
     client_cache_.geometry = cache_->geometry;
     client_cache_.volumes = &client_volume_;
     client_cache_.volume_end = 1;
-    client_cache_.owner = reinterpret_cast<cache::owner_requests*>(client_.address());
+    client_cache_.owner = &requests_;
     theirs_ = {cache_->geometry, &client_cache_, &client_volume_, 0, elements_};
   }
 
   const uint32_t elements_;
   Arena arena_;
   fw::native::HostMemory memory_;
-  fw::native::RequestClient client_;
+  uint32_t holders_[kSlots] = {};
+  cache::owner_requests requests_;
   std::unique_ptr<fw::native::RequestServer> server_;
   cache::line_cache* cache_ = nullptr;
   cache::line_cache client_cache_ = {};
@@ -205,7 +197,7 @@ int main(int count, char** arguments) {
     Rig rig(5 + random() % 8, turn % 2 == 0 ? nvme::kInPlace : nvme::kBounce);
     for (uint32_t round = 0; round < 2; ++round) {
       const uint32_t round_seed = uint32_t(random());
-      rig.begin();
+      rig.begin(round == 0);
       rig.controllers().launch(
           [&](uint32_t thread) { rig.use(thread, FW_TSAN ? 200 : 1000, round_seed); });
       rig.settle();

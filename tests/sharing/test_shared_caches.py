@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.array.host_client import HostClientAttachment
 from flashwarp.array.serving import Serving
 from flashwarp.cache.volume_table import TableEntry
 from flashwarp.errors import (
@@ -104,14 +103,6 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 # What a client sees.
 
 
-@pytest.fixture(params=["kernels ask", "the host asks"])
-def asking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let arrays of clients be as on the CPU device, or as on a GPU."""
-    if request.param == "the host asks":
-        monkeypatch.setattr("flashwarp.array.client.ClientAttachment", HostClientAttachment)
-
-
-@pytest.mark.usefixtures("asking")
 def test_client_reads_what_numpy_reads(client: fw.Cache, path: Path) -> None:
     index = np.random.default_rng(1).integers(-4000, 4000, 3000)
 
@@ -143,7 +134,6 @@ def test_every_access_is_a_hit_or_a_miss(client: fw.Cache, path: Path) -> None:
     assert (again.hits, again.misses) == (first.hits + 13, first.misses)
 
 
-@pytest.mark.usefixtures("asking")
 def test_rows_that_straddle_more_lines_than_one_launch_takes(tmp_path: Path) -> None:
     nbytes = (1 << 25) + 4096
     rows = np.random.default_rng(2).integers(0, 255, (2, nbytes), dtype="u1")
@@ -553,26 +543,6 @@ def test_clients_open_files_alone(client: fw.Cache, path: Path, tmp_path: Path) 
         client.refusals  # noqa: B018
 
 
-def test_what_needs_kernels_says_so_on_a_gpu(
-    client: fw.Cache, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flashwarp.array.client.ClientAttachment", HostClientAttachment)
-    with fw.open(path, cache=client) as x, fw.Pipeline(x, 2) as pipeline:
-        for use in (
-            lambda: x.kernel_handle,
-            lambda: x.gather_async([1]),
-            lambda: x.service.queues,
-            lambda: pipeline.prefetch([1, 2]),
-            lambda: record(x).__enter__(),
-        ):
-            with pytest.raises(SharedCacheError, match="is the owner's"):
-                use()
-        assert x.in_place is None
-        kernel = fw.compile(KERNEL, "cpu")["total"]
-        with pytest.raises(SharedCacheError, match=r"have not run on a GPU yet"):
-            kernel(x, np.zeros(1, "i8"))
-
-
 # Kernels, futures, and what stands on arrays.
 
 
@@ -764,7 +734,6 @@ def test_file_that_was_written_since_and_has_its_time_back(client: fw.Cache, pat
         assert x[0, 1] == 9
 
 
-@pytest.mark.usefixtures("asking")
 def test_array_that_the_owner_closes(owner: fw.Cache, client: fw.Cache, tmp_path: Path) -> None:
     """Another array gets no line numbers that a client reads by, or its rows would show there."""
     for name, value in (("a", 1), ("b", 2)):

@@ -685,7 +685,18 @@ static int do_works(int kernels) {
   pthread_mutex_unlock(&works_lock);
   return left;
 }
+// What was captured, in order: a replay does it on the stream of the capture.
+static int is_captured(const void* stream);
+static struct work kept[64];
+static int kept_count;
 static void queue_work(struct work work) {
+  if (is_captured(work.stream)) {
+    if (work.kind == kKernel || work.kind == kCopy || work.kind == kFillWords) {
+      if (kept_count == sizeof kept / sizeof kept[0]) abort();
+      kept[kept_count++] = work;
+    }
+    return;
+  }
   pthread_mutex_lock(&works_lock);
   while (work_count - work_first == kWorkMax) {
     pthread_mutex_unlock(&works_lock);
@@ -836,15 +847,26 @@ int fake_capture_end(void) {
   return valid;
 }
 int fake_host_nodes(void) { return host_node_count; }
-// What a replay does: the host nodes, since kernels do nothing.
+// What a replay does: the host nodes, and what was captured, if kernels run.
 void fake_replay(void) {
   for (int i = 0; i < host_node_count; ++i) host_nodes[i].call(host_nodes[i].argument);
+  for (int i = 0; i < kept_count; ++i) {
+    struct work work = kept[i];
+    work.stream = (void*)capture.stream;
+    if (work.kind == kKernel) {
+      void* copy = malloc(work.nbytes);
+      work.source = (uint64_t)memcpy(copy, (void*)work.source, work.nbytes);
+    }
+    queue_work(work);
+  }
 }
 void fake_destroy_graphs(void) {
   for (int i = 0; i < retained_count; ++i) {
     retained[i]->destroy(retained[i]->argument);
     free(retained[i]);
   }
+  while (kept_count > 0)
+    if (kept[--kept_count].kind == kKernel) free((void*)kept[kept_count].source);
   retained_count = host_node_count = 0;
 }
 // What was queued, in order: the functions that were launched, and waits for values.
@@ -1124,7 +1146,8 @@ CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsign
     char *copy = malloc(nbytes), *at = copy;
     for (uint32_t i = 0; i < kernel->param_count; at += kernel->params[i++].bytes)
       memcpy(at, params[i], kernel->params[i].bytes);
-    queue_work((struct work){stream, kKernel, (uint64_t)kernel, (uint64_t)copy, 0, NULL, 0, 0, 0});
+    queue_work(
+        (struct work){stream, kKernel, (uint64_t)kernel, (uint64_t)copy, nbytes, NULL, 0, 0, 0});
     return check_stream(stream);
   }
   if (params == NULL) return check_stream(stream);

@@ -40,7 +40,7 @@ ROOMS = {
     # One thread of a warp.
     "lane": [
         *(HEADERS, "src/flashwarp/kernels", f"{TORCH}/sampling.cu"),
-        *("src/flashwarp/array/host_client.py", "src/flashwarp/cache/volume.py"),
+        "src/flashwarp/cache/volume.py",
         *("src/flashwarp/table/lookup.py", "native/base/fault_guard.cpp"),
         "native/bind/layouts.cpp",
     ],

@@ -22,8 +22,7 @@ constexpr fw::entry kEntries[] = {
     FW_ENTRY(fw_look_up_rows),        FW_ENTRY(fw_look_up_bags),
     FW_ENTRY(fw_prefetch_ids),        FW_ENTRY(fw_fetch_ids),
     FW_ENTRY(fw_sum_gradients),       FW_ENTRY(fw_update_rows),
-    FW_ENTRY(fw_stream_rows),         FW_ENTRY(fw_gather_resident),
-    FW_ENTRY(fw_take_handed),         FW_ENTRY(fw_gather_cells),
+    FW_ENTRY(fw_stream_rows),         FW_ENTRY(fw_gather_cells),
 };
 
 }  // namespace

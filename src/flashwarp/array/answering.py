@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, config, endings
 from flashwarp.array.array import Array
+from flashwarp.array.filling import Filling
 from flashwarp.cache.shared import Facts
 from flashwarp.device import Device, shared_memory
 from flashwarp.errors import (
@@ -29,11 +30,17 @@ from flashwarp.errors import (
 from flashwarp.launch.launcher import Launcher
 from flashwarp.launch.operands import Index
 from flashwarp.launch.rows import RowFormat
-from flashwarp.storage import files
+from flashwarp.nvme.software import SoftwareService
+from flashwarp.storage import File, files
 
 _log = logging.getLogger(__name__)
 
 _BYTES = np.dtype(np.uint8)
+
+# Threads that read for clients on a GPU, most of which wait for the disk; and what one of them
+# copies out of the page cache at a time.
+_READ_THREADS = 16
+_READ_BYTES = 64 << 10
 
 # Launches on one array that are kept prepared, by the size of their rows.
 _WIDTHS_MAX = 16
@@ -44,14 +51,22 @@ _READ, _STORE, _PREFETCH = 1, 2, 3
 _DONE, _FAILED = 0, 0x7FD
 
 Requests = npt.NDArray[np.void]
+T = TypeVar("T")
 
 
 class Export:
     """An array of the owner's that clients read.
 
-    On the CPU device it is used beside other calls, by one thread and with errors of its own. It
-    waits for no turn and no worker of the device: in the turn, and on the workers, a kernel of this
-    process may run that waits for the answer of another owner, or of this one.
+    It is used beside other calls, with errors of its own: on the CPU device by one thread, on a GPU
+    on a stream of its own. It waits for no turn, and no worker of the CPU device: in the turn, and
+    on the workers, a kernel of this process may run that waits for the answer of another owner, or
+    of this one.
+
+    Attributes
+    ----------
+    file : File or None
+        What host threads may read for clients on a GPU. None if the owner stores to it: then only
+        the cache has all bytes.
     """
 
     def __init__(self, array: Array, opened_here: bool, stamp: files.Stamp) -> None:
@@ -61,7 +76,8 @@ class Export:
         self.users = 0
         self._attachment = attachment = array._attachment
         self._launchers: dict[int, Launcher] = {}
-        self._guard = endings.Lock()
+        self._guard = endings.Lock()  # of launches
+        self._reads = endings.Lock()  # of reads by host threads, which wait for no launch
         self._ended = False
         self.nbytes = attachment.storage.nbytes
         # Where its lines begin, in bytes counted from line number 0.
@@ -69,8 +85,11 @@ class Export:
         self.begin = volume.line_begin * volume.cache.line_bytes
         self._threads = 1 if attachment.launcher.on_cpu else None
         self._side = attachment.device.create_stream()
-        if self._threads:
-            self._volume = volume.with_own_errors(self._side)
+        self._volume = volume.with_own_errors(self._side)
+        storage, service = attachment.storage, attachment.launcher.service
+        plain = isinstance(service, SoftwareService) and service.model is None
+        readable = self._threads is None and not array.writable and plain
+        self.file = storage if readable and isinstance(storage, File) else None
         attachment.dependents.append(self)
 
     @property
@@ -85,31 +104,39 @@ class Export:
 
     def act(self, act: Callable[[], None]) -> None:
         """Act on the array; raises what its kernels have noted."""
-        attachment, turns = self._attachment, self.array._turns
-        if not self._threads:
-            turns.act(act)
-            return
+        self._act(self._guard, act)
+
+    def read(self, act: Callable[[], bool]) -> bool:
+        """Read `file` while it is open, by no launch; returns what `act` does."""
+        return self._act(self._reads, act)
+
+    def _act(self, guard: endings.Lock, act: Callable[[], T]) -> T:
+        attachment = self._attachment
         if attachment.launcher.service.changes != attachment.row_calls.changes:
-            turns.act(lambda: None)  # drops old lines, or refuses
-        with self._guard:
+            self.array._turns.act(lambda: None)  # drops old lines, or refuses
+        with guard:
             if self._ended:
                 raise ClosedError(f"the array {attachment.place} is closed")
-            act()
+            return act()
 
     def move(self, verb: str, row_bytes: int, chosen: range | Index, buffer: int = 0) -> None:
         """Launch the moving of rows of so many bytes, and wait."""
         launcher = self._launcher(row_bytes)
+        stream = None
+        if not self._threads:
+            stream = self._side.handle
+            self._attachment.note_stream(stream)
         several = isinstance(chosen, Index) and len(chosen) > 1  # a range is of one line
         if verb == "prefetch" or (verb == "gather" and launcher.on_cpu and several):
             # So all transfers are under way at once.
-            launcher.prefetch(chosen, None, self._threads)
+            launcher.prefetch(chosen, stream, self._threads)
         if verb == "gather":
-            launcher.move("gather", chosen, buffer, sms=self._threads)
+            launcher.move("gather", chosen, buffer, stream, sms=self._threads)
         elif verb == "scatter":
-            launcher.move("scatter", chosen, buffer, sms=self._threads)
-        if not self._threads:
-            self._attachment.finish("a request of a client", None)
-            return
+            launcher.move("scatter", chosen, buffer, stream, sms=self._threads)
+        if stream is not None:
+            self._attachment.device.wait(self._side, timeout_s=config.time_limit_s())
+            self._attachment._streams.discard(stream)
         failure = self._attachment._failures.take("a request of a client", self._volume)
         if failure is not None:
             raise failure
@@ -133,15 +160,31 @@ class Export:
 
     def close(self) -> None:
         """End its use, when what is under way has ended. May be called twice."""
-        with self._guard:
+        with self._guard, self._reads:
             if self._ended:
                 return
             self._ended = True
             self.let_go()
             self._attachment.dependents.remove(self)
-            if self._threads:
-                self._volume.release()
-            self._side.close()
+            self._volume.release()
+            self._attachment.end_stream(self._side)
+
+
+class Readers(NamedTuple):
+    """What reads files for the clients of a cache on a GPU."""
+
+    threads: _native.Gatherer
+    filling: Filling
+
+    @classmethod
+    def of(cls, device: Device, facts: Facts) -> Readers:
+        """Start the threads."""
+        return cls(_native.Gatherer(_READ_THREADS), Filling(device, facts.lines, facts.line))
+
+    def close(self) -> None:
+        """End the threads; no client is left."""
+        self.filling.close()
+        self.threads.stop()
 
 
 class Answering:
@@ -156,6 +199,8 @@ class Answering:
         The memory of the requests.
     opened : dict
         The arrays that the client has open, which changes meanwhile.
+    readers : Readers or None
+        On a GPU, what reads for clients past the cache.
     """
 
     def __init__(
@@ -164,17 +209,19 @@ class Answering:
         facts: Facts,
         mapped: shared_memory.Mapped,
         opened: dict[int, Export],
+        readers: Readers | None,
     ) -> None:
-        self._device = device
+        self._readers = readers
         self._line = facts.line
         self._opened = opened
         self._mapped = mapped
-        self._server = _native.RequestServer(mapped.address, facts.slots, facts.line)
-        self._bytes = np.empty(facts.slots * facts.line, _BYTES)
-        # On a GPU, where rows pass through: its kernels do not reach the host's memory.
-        self._buffer = None
-        if device.kind != "cpu":
-            self._buffer = device.allocate(self._bytes.nbytes)
+        self._slots = facts.slots
+        bell = device.kind == "cpu"
+        self._server = _native.RequestServer(mapped.address, facts.slots, facts.line, bell)
+        # What rows pass through, and their numbers.
+        self._memory = device.allocate_host(facts.slots * facts.line)
+        self._indices = device.allocate_host(8 * facts.slots)
+        self._numbers = self._indices.as_numpy().view(np.int64)
         self._failure: Exception | None = None
         self._thread = endings.Thread(self._answer_all, "flashwarp sharing requests")
         self._thread.start()
@@ -187,8 +234,9 @@ class Answering:
         """End the thread: no array of the client is closed before."""
         self._server.stop()
         self._thread.join(config.time_limit_s())
-        if self._buffer is not None:
-            self._buffer.close()
+        if not self._thread.is_alive():  # else its access is yet to end
+            self._memory.close()
+            self._indices.close()
 
     def _answer_all(self) -> None:
         while asked := self._server.wait():
@@ -241,10 +289,15 @@ class Answering:
             lines.append(np.arange(first // self._line, -(-end // self._line)))
         chosen = np.unique(np.concatenate(lines))
         whole = chosen[chosen < last]
+        parts = [whole[i : i + self._slots] for i in range(0, len(whole), self._slots)]
+        if export.file is not None and self._readers is not None:
+            for part in parts:
+                self._readers.filling.add(export, part)  # reads must not wait for a launch
+            return
 
         def prefetch() -> None:
-            if len(whole):
-                export.move("prefetch", self._line, self._index(whole))
+            for part in parts:
+                export.move("prefetch", self._line, self._index(part))
             if len(whole) != len(chosen):
                 export.move("prefetch", 1, range(last * self._line, export.nbytes))
 
@@ -271,6 +324,8 @@ class Answering:
             fits = offsets + np.uint64(nbytes) <= export.nbytes if known else offsets < 0
             self._refuse(requests[~fits], BoundsError("a client asks for bytes that are no line's"))
             requests, offsets = requests[fits], offsets[fits]
+        if operation == _READ and self._read(export, requests["slot"].tolist(), offsets, nbytes):
+            return None
         if operation == _STORE and not export.array.writable:
             why = ReadOnlyError('the array is read-only: open it with mode="r+"')
             return self._refuse(requests, why)
@@ -281,6 +336,34 @@ class Answering:
         for each in np.flatnonzero(~rows):
             self._move_rows(export, operation, requests[each : each + 1], nbytes)
         return None
+
+    def _read(
+        self, export: Export, slots: list[int], offsets: npt.NDArray[np.uint64], nbytes: int
+    ) -> bool:
+        """Answer reads from the file of an array that nobody stores to, if it can be read so."""
+        file, readers = export.file, self._readers
+        if file is None or readers is None or not slots:
+            return False
+
+        def read() -> bool:
+            # Each thread waits for one read at a time of a disk.
+            step = 1 if file.disks else max(1, _READ_BYTES // nbytes)
+            places = offsets.tolist()
+            return self._server.read(readers.threads, file.native, slots, places, nbytes, step)
+
+        try:
+            if not export.read(read):
+                return False  # the cache's own access says why
+        except Exception as error:
+            if not isinstance(error, FlashwarpError):
+                _log.exception("a request of a client")
+            self._failure = error
+            self._server.answer(slots, _FAILED)
+            return True
+        self._server.answer(slots, _DONE)
+        lines = offsets.astype(np.int64) // self._line
+        readers.filling.add(export, lines[lines < export.nbytes // self._line])
+        return True
 
     def _move_rows(self, export: Export, operation: int, requests: Requests, nbytes: int) -> None:
         """Make accesses of one size, and answer them; one that fails fails alone."""
@@ -294,19 +377,13 @@ class Answering:
             chosen = self._index(offsets // nbytes)
 
         def move() -> None:
-            here, there = self._bytes.ctypes.data, self._buffer
-            moved = self._bytes[: len(slots) * nbytes]
-            address = here if there is None else there.address
+            address = self._memory.address
             if operation == _STORE:
-                self._server.collect(slots, nbytes, here)
-                if there is not None:
-                    self._device.upload(address, moved)
+                self._server.collect(slots, nbytes, address)
                 export.move("scatter", row_bytes, chosen, address)
                 return
             export.move("gather", row_bytes, chosen, address)
-            if there is not None:
-                self._device.download_into(address, moved)
-            self._server.hand_out(slots, nbytes, here)
+            self._server.hand_out(slots, nbytes, address)
 
         if self._try(export, move):
             self._server.answer(slots, _DONE)
@@ -317,9 +394,7 @@ class Answering:
                 self._move_rows(export, operation, requests[i : i + 1], nbytes)
 
     def _index(self, numbers: npt.NDArray[np.int64]) -> Index:
-        numbers = np.ascontiguousarray(numbers, np.int64)
-        if self._device.kind == "cpu":
-            return Index(numbers.ctypes.data, numbers.shape, 8, "numpy", numbers)
-        copy = self._device.empty_array(numbers.shape, np.int64)
-        self._device.upload(copy.address, numbers)
-        return Index(copy.address, numbers.shape, 8, "numpy", copy, held=copy)
+        """Put the numbers of rows where kernels read them; there is one such index at a time."""
+        here = self._numbers[: len(numbers)]
+        here[:] = numbers
+        return Index(self._indices.address, here.shape, 8, "numpy", here)

@@ -2,8 +2,7 @@
 
 `ClientAttachment` is an attachment whose volume lies in this process, and whose lines lie in the
 owner's: its kernels are those of every array, and ask through the table of requests (see
-`cache/owner_requests.cuh`). On a GPU, where kernels do not ask yet, arrays are those of
-`host_client`. Both have `Asking`: what the owner does for an array by messages.
+`cache/owner_requests.cuh`). `Asking` is what the owner does for an array by messages.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from flashwarp import config
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.failures import Failures
 from flashwarp.cache.cache import Cache
@@ -127,6 +127,7 @@ class _Failures(Failures):
         super().__init__(service, path, shape)
         self._asking = service.asking
         self._queues = service.queues
+        self._limit_s = service.limit_s
 
     def take(self, what: str, volume: Volume, alone: Any = lambda: False) -> FlashwarpError | None:
         """Return what went wrong in a call; at its end also that the owner has gone.
@@ -139,7 +140,7 @@ class _Failures(Failures):
         try:
             connection.check()
             if failure is not None and self._queues.failed:
-                connection.give_up()
+                connection.give_up(self._limit_s)
                 connection.check()
         except OwnerLostError as error:
             return error
@@ -164,9 +165,10 @@ class _OwnerService(Service):
     def __init__(self, asking: Asking, destination: Destination) -> None:
         self.asking = asking
         depth = 1 << (asking.client.facts.slots.bit_length() - 1)
-        self._queues = QueuePairs(
-            destination.device, 1, max(2, depth), Transfers("direct"), limit_s()
-        )
+        device = destination.device
+        # On a GPU, half of what a call of the host waits for kernels: its error names the owner.
+        self.limit_s = limit_s() if device.kind == "cpu" else config.time_limit_s() / 2
+        self._queues = QueuePairs(device, 1, max(2, depth), Transfers("direct"), self.limit_s)
 
     @property
     def queues(self) -> QueuePairs:
@@ -185,7 +187,7 @@ class _OwnerService(Service):
 
     @property
     def needs_wake(self) -> bool:
-        """False: a request wakes the owner's thread."""
+        """False: a request wakes the owner's thread, or that looks for those of a GPU."""
         return False
 
     def take_errors(self) -> Sequence[dict[str, Any]]:
@@ -226,7 +228,7 @@ class _OwnersFile(Namespace):
 
 
 class ClientAttachment(Attachment):
-    """An array of a client on the CPU device; the parameters are those of `Asking`."""
+    """An array of a client; the parameters are those of `Asking`."""
 
     def __init__(self, cache: Cache, path: str, layout: npy.Layout, writable: bool) -> None:
         self.asking = asking = Asking(cache, path, layout, writable)

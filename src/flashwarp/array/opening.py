@@ -481,7 +481,7 @@ class _Plan:
 
     def _open_as_client(self, cache: Cache, source: Source, recipe: _Request | None) -> Array:
         """Open a file in the cache of another process, which opens it, too."""
-        from flashwarp.array import client, host_client  # most programs share nothing
+        from flashwarp.array.client import ClientAttachment  # most programs share nothing
 
         part = source.parts[0]
         if source.composite is not None or not isinstance(part, FilePart):
@@ -496,9 +496,7 @@ class _Plan:
                 "the owner of a shared cache chooses how a file is read: leave strict, controller, "
                 "o_direct, lock and immutable out"
             )
-        on_cpu = cache.device.kind == "cpu"
-        make = client.ClientAttachment if on_cpu else host_client.HostClientAttachment
-        attachment = make(cache, part.path, part.layout, access.writable)
+        attachment = ClientAttachment(cache, part.path, part.layout, access.writable)
         return Array(attachment, recipe=recipe)
 
     def _host_bytes(self, nbytes: int) -> int:

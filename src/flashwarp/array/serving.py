@@ -20,7 +20,7 @@ import numpy as np
 
 from flashwarp import endings
 from flashwarp.array import handles, opening
-from flashwarp.array.answering import Answering, Export
+from flashwarp.array.answering import Answering, Export, Readers
 from flashwarp.array.array import Array
 from flashwarp.cache.cache import Cache
 from flashwarp.device import shared_memory
@@ -55,6 +55,17 @@ class Serving:
         self._cache = weakref.ref(cache)
         self._exports: dict[tuple[int, int, int, int], Export] = {}
         self._lock = endings.Lock()
+        self._readers: Readers | None = None
+
+    def readers(self) -> Readers | None:
+        """Return what reads files for clients on a GPU, from the first one on."""
+        owner = self.cache._owner
+        if self.cache.device.kind == "cpu" or owner is None or owner.facts is None:
+            return None
+        with self._lock:
+            if self._readers is None:
+                self._readers = Readers.of(self.cache.device, owner.facts)
+            return self._readers
 
     def begin(self, pid: int) -> _Session:
         """Make the session of a client."""
@@ -190,6 +201,9 @@ class Serving:
     def close(self) -> None:
         """Close what was opened for clients; no session is left."""
         failures = []
+        readers, self._readers = self._readers, None
+        if readers is not None:
+            readers.close()
         with self._lock:
             for key, export in list(self._exports.items()):
                 try:
@@ -219,7 +233,8 @@ class _Session:
         self._numbers = itertools.count(1)
         self._descriptor, mapped = shared_memory.create(facts.requests_bytes, read_only=False)
         try:
-            self._answering = Answering(self._cache.device, facts, mapped, self._opened)
+            parts = facts, mapped, self._opened, serving.readers()
+            self._answering = Answering(self._cache.device, *parts)
         except BaseException:
             os.close(self._descriptor)
             raise

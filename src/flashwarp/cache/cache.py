@@ -240,8 +240,7 @@ class Cache(endings.OfProcess):
         self.host_memory = facts.host_memory
         self.device, self.geometry = client.device, client.geometry
         self._memory = memory = client.memory()
-        if self.device.kind == "cpu":
-            self.address = memory.metadata.address
+        self.address = memory.metadata.address
         self.device.carries.add(self)
 
     @property
@@ -252,7 +251,11 @@ class Cache(endings.OfProcess):
     @property
     def kernel_policy(self) -> Policy:
         """What built-in kernels are compiled for. Those of a client must not mark what they hit."""
-        return self.policy if self._client is None else POLICIES["random"]
+        if self._client is None:
+            return self.policy
+        # On the CPU device, all built-in kernels ask.
+        random = POLICIES["random"]
+        return random if self.device.kind == "cpu" else random.for_clients
 
     if not TYPE_CHECKING:
 
@@ -495,6 +498,7 @@ class Cache(endings.OfProcess):
             self._closed = True
             if client is not None:
                 client.close()
+                self._free()
             elif self._peers is not None and not self._has_memory:
                 self._peers.close()
             else:

@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flashwarp import _native
 from flashwarp.cache.sizes import TierShape, geometry_of
 from flashwarp.cache.structs import GeometryStruct, LineCacheStruct, VolumeStruct
 from flashwarp.device import Device, DeviceMemory
@@ -24,6 +25,8 @@ _VOLUMES_AT = ctypes.sizeof(LineCacheStruct)
 _END_OF_VOLUMES = _VOLUMES_AT + VOLUMES_MAX * ctypes.sizeof(VolumeStruct)
 # Before the tags: policy_refusals() in the header.
 _TAGS_AT = _END_OF_VOLUMES + _POLICY_WORDS_ALIGNMENT
+# Of a client, behind the volumes: `owner_requests`, and then a word for the holder of each slot.
+_REQUESTS_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -115,13 +118,18 @@ class CacheMemory:
         geometry: GeometryStruct,
         tags: DeviceMemory,
         frames: DeviceMemory,
-        owner: int,
+        table: int,
+        slots: int,
     ) -> CacheMemory:
-        """Allocate a client's own structs, by the owner's memory and ``owner_requests``."""
-        metadata = device.allocate(_END_OF_VOLUMES)
+        """Allocate a client's own structs, by the owner's memory and the table of requests."""
+        metadata = device.allocate(_END_OF_VOLUMES + _REQUESTS_BYTES + 4 * slots)
         made = cls(geometry, metadata, frames, tags)
+        owner = metadata.address + _END_OF_VOLUMES
         struct = LineCacheStruct(geometry=geometry, volumes=made.volumes, owner=owner)
         device.upload(metadata.address, bytes(struct))
+        holders = owner + _REQUESTS_BYTES
+        line = 1 << geometry.line_shift
+        device.upload(owner, _native.requests_of(table, slots, line, holders))
         return made
 
     @classmethod

@@ -6,7 +6,7 @@ read them. What they ask for goes through a table of requests, which each shares
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import functools
 import os
 import time
@@ -19,18 +19,19 @@ from flashwarp.cache.memory import CacheMemory
 from flashwarp.cache.sizes import geometry_of
 from flashwarp.cache.structs import GeometryStruct
 from flashwarp.device import Device, DeviceMemory, find, shared_memory
-from flashwarp.device.memory import Exported
-from flashwarp.errors import CacheError, SharedCacheError
+from flashwarp.device.memory import Exported, OwnedStream, Registration
+from flashwarp.errors import CacheError, FlashwarpError, SharedCacheError
 from flashwarp.sharing import names, sessions_of
 from flashwarp.sharing.connection import Connection
 from flashwarp.sharing.listener import Answer, Listener, Session
 
 # Requests of one client that are under way: so many that the owner's work on all of them takes
-# longer than a client's turn, in at most so many bytes of buffers. Fewer than the lines of a call
-# that copies most of them around the cache, where other clients want them.
-_SLOTS = 255
+# longer than a client's turn, in at most so many bytes of buffers. On the CPU device, fewer than
+# the lines of a call that copies most of them around the cache, where other clients want them. On a
+# GPU there are more threads, and each round of answers takes longer.
+_SLOTS = {"cpu": 255, "cuda": 1024}
 _SLOTS_MIN = 2
-_BUFFER_BYTES = 4 << 20
+_BUFFER_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
 _START_S = 10.0
 _RETRY_S = 0.01
 _SIZE_MAX = 1 << 48
@@ -169,9 +170,9 @@ class Owner:
     def start(self, cache: Any) -> None:
         """Serve clients from now on."""
         frames, metadata = self._exported
-        line = cache.line_bytes
+        line, kind = cache.line_bytes, cache.device.kind
         self.facts = Facts(
-            kind=cache.device.kind,
+            kind=kind,
             device=cache.device.identity,
             policy=cache.policy.name,
             line=line,
@@ -182,7 +183,7 @@ class Owner:
             tags=metadata.offset + cache.geometry.tags - metadata.memory.address,
             frames_bytes=frames.offset + frames.memory.nbytes,
             frames=frames.offset,
-            slots=max(_SLOTS_MIN, min(_SLOTS, _BUFFER_BYTES // line)),
+            slots=max(_SLOTS_MIN, min(_SLOTS[kind], _BUFFER_BYTES[kind] // line)),
         )
         sessions: Sessions = sessions_of(cache)
         self._sessions = sessions
@@ -233,8 +234,11 @@ class Client:
     metadata: DeviceMemory
     frames: DeviceMemory
     mapped: shared_memory.Mapped
-    """The memory of `requests`."""
-    requests: _native.RequestClient
+    """The memory of requests."""
+    pinned: Registration
+    """It, for kernels."""
+    stream: OwnedStream
+    """On which waits of kernels are ended, beside these."""
     arrays: dict[object, list[int]] = field(default_factory=dict)
     """Those that are open, and the words that end their kernels' waits."""
     lost: bool = False
@@ -270,18 +274,34 @@ class Client:
                 f"the shared cache {connection.name!r} lies on another device ({facts.kind} "
                 f"{facts.device}) than {here.name}: leave device= out"
             )
+        if here.kind != "cpu" and connection.owner_pid == os.getpid():
+            raise SharedCacheError(
+                f"this process owns the shared cache {connection.name!r}, and its kernels would "
+                "wait for others of it that find no room on the GPU: open arrays on the cache "
+                "that owns it"
+            )
         metadata, frames, shared = message.descriptors
-        mapped = shared_memory.map_memory(shared, facts.requests_bytes, writable=True)
-        requests = _native.RequestClient(mapped.address, facts.slots, facts.line)
-        own = here.map_exported(metadata, facts.metadata_bytes)
-        try:
-            lines = here.map_exported(frames, facts.frames_bytes)
-        except BaseException:
-            own.close()
-            raise
-        made = cls(connection, facts, here, own, lines, mapped, requests)
-        connection.watch(weakref.WeakMethod(made.lose))
-        return made
+        with contextlib.ExitStack() as made:
+
+            def closing(part: Any) -> Any:
+                made.callback(part.close)
+                return part
+
+            mapped = shared_memory.map_memory(shared, facts.requests_bytes, writable=True)
+            client = cls(
+                connection,
+                facts,
+                here,
+                closing(here.map_exported(metadata, facts.metadata_bytes)),
+                closing(here.map_exported(frames, facts.frames_bytes)),
+                mapped,
+                closing(here.register_host(mapped.address, mapped.nbytes, read_only=False)),
+                closing(here.create_stream()),
+            )
+            client.pinned.owner = mapped
+            made.pop_all()
+        connection.watch(weakref.WeakMethod(client.lose))
+        return client
 
     def enter(self, array: object, words: list[int]) -> None:
         """Note an array that is open, whose kernels' waits end by nonzero words."""
@@ -299,10 +319,10 @@ class Client:
         """End all waits for the owner, who has gone."""
         with self.guard:
             self.lost = True
-            self.requests.lose()
             for words in self.arrays.values():
                 for word in words:
-                    ctypes.c_uint32.from_address(word).value = 1
+                    with contextlib.suppress(FlashwarpError):  # no kernel runs any more
+                        self.device.upload(word, (1).to_bytes(4, "little"), self.stream)
 
     def check_asked(self, sets: int, line: int, ways: int, policy: str) -> None:
         """Raise SharedCacheError, and leave, unless the cache is as the user asked for."""
@@ -325,17 +345,17 @@ class Client:
         return geometry_of(tags, frames, facts.sets, facts.ways, facts.line)
 
     def memory(self) -> CacheMemory:
-        """Make the memory of the client's cache: kernels of the CPU device have structs in it."""
-        if self.device.kind != "cpu":
-            return CacheMemory(self.geometry, self.metadata, self.frames)
-        own = (self.geometry, self.metadata, self.frames, self.requests.address)
-        return CacheMemory.of_client(self.device, *own)
+        """Make the memory of the client's cache, which ends the mappings as it is closed."""
+        table = self.mapped.address, self.facts.slots
+        parts = self.geometry, self.metadata, self.frames
+        return CacheMemory.of_client(self.device, *parts, *table)
 
     def close(self) -> None:
-        """Leave the owner, and end the mappings. May be called twice."""
+        """Leave the owner, and its requests. May be called twice."""
         self.connection.close()
-        self.metadata.close()
-        self.frames.close()
+        with self.guard:  # a thread may be ending waits
+            self.stream.close()
+        self.pinned.close()
 
 
 def join(

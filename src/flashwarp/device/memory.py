@@ -154,7 +154,15 @@ class _HostBytes:
 
 
 class Registration(Owned):
-    """Existing host memory, pinned and reachable by kernels until closed."""
+    """Existing host memory, pinned and reachable by kernels until closed.
+
+    Attributes
+    ----------
+    owner : object
+        What keeps the memory mapped until then, if its user lets that be this object.
+    """
+
+    owner: object = None
 
     def __init__(
         self, device: Home, address: int, nbytes: int, release: Callable[[], None]

@@ -82,5 +82,6 @@ def word_count(axes: int) -> int:
 
 def array_words(array: Array) -> tuple[int, ...]:
     """Return the words that name the array in kernels, until it is closed."""
-    head = bytes(array.kernel_handle)
+    array._turns.check_usable()
+    head = bytes(array._attachment.launcher.hand_out(array.cache.kernel_policy))
     return (*struct.unpack(f"<{len(head) // 8}Q", head), *array.shape)

@@ -5,7 +5,6 @@
 #include "cells.cuh"
 #include "elements.cuh"
 #include "maintenance.cuh"
-#include "resident.cuh"
 #include "rows.cuh"
 #include "stream.cuh"
 #include "table.cuh"

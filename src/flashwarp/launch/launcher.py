@@ -40,6 +40,7 @@ from flashwarp.launch.rows import (
     segments_per_row,
 )
 from flashwarp.nvme import Service
+from flashwarp.policy import Policy
 
 Verb: TypeAlias = Literal["gather", "scatter", "stream"]
 T = TypeVar("T")
@@ -207,7 +208,9 @@ class Launcher:
             params = self._packing.pack((0, count, 0, buffer, 0), 1, counting=counting)
             warps = -(-lines // _LINES_WORTH_A_THREAD)
             return self._prepared_launch("gather_cells", warps, len(params)), params
-        by_elements = index_bytes and verb != "prefetch" and self.cache.owned
+        # Threads of a client on the CPU device have many requests under way, by rows alone.
+        of_client = self.on_cpu and not self.cache.owned
+        by_elements = index_bytes and verb != "prefetch" and not of_client
         width = element_bytes(row, buffer) if by_elements else None
         if width is not None:
             items, bundle = count * (row // width), 1
@@ -534,9 +537,9 @@ class Launcher:
             if isinstance(each, _native.Controller):
                 each.hear_launches(only and not self._handed_out)
 
-    def hand_out(self) -> ArrayStruct:
-        """Return the struct for kernels whose launches nobody sees."""
-        if not self.cache.owned:
+    def hand_out(self, policy: Policy | None = None) -> ArrayStruct:
+        """Return the struct for kernels whose launches nobody sees, compiled for a policy."""
+        if not self.cache.owned and not (policy is not None and policy.asks_owner):
             raise SharedCacheError(
                 "a kernel that takes a file, or that was compiled elsewhere, would mark the lines "
                 "that it hits, which only the owner of a shared cache may: let a kernel of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashwarp.errors import CacheError
 
@@ -37,6 +37,9 @@ class Policy:
     shared_by_gpus : bool
         Whether kernels are compiled for caches that GPUs share, ``fw.Cache(peers=...)``: arrays on
         such a cache have a policy that says so, ``x.cache.policy``, and kernels need it.
+    asks_owner : bool
+        Whether kernels are compiled for arrays of clients of shared caches, which mark nothing, and
+        ask the owner for what is absent. The library chooses it by itself.
 
     Notes
     -----
@@ -67,6 +70,8 @@ class Policy:
     keeps_words: bool = True
     shared_by_gpus: bool = False
     """Whether its caches lie in the memory of several GPUs, of which each runs kernels on them."""
+    asks_owner: bool = False
+    """Whether kernels may take arrays of clients, whose lines only the owner may mark."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -142,17 +147,20 @@ class Policy:
     @property
     def options(self) -> tuple[str, ...]:
         """The compiler options that select it; none for the default policy."""
-        chosen = () if self.name == "clock" else self._selecting(self.struct)
-        return (*chosen, "-DFW_SYSTEM_SCOPE=1") if self.shared_by_gpus else chosen
+        chosen: tuple[str, ...] = ()
+        if self.name != "clock" or self.asks_owner:
+            struct = f"::fw::cache::unmarked<{self.struct}>" if self.asks_owner else self.struct
+            chosen = (f"-DFW_POLICY={struct}",)
+        if not (self.built_in or self.keeps_words):
+            chosen += ("-DFW_POLICY_WORDS=0",)
+        if self.shared_by_gpus:
+            chosen += ("-DFW_SYSTEM_SCOPE=1",)
+        return (*chosen, "-DFW_ASKS_OWNER=1") if self.asks_owner else chosen
 
     @property
-    def options_for_clients(self) -> tuple[str, ...]:
-        """The same for kernels of clients of a shared cache, which mark nothing."""
-        return self._selecting(f"::fw::cache::unmarked<{self.struct}>")
-
-    def _selecting(self, struct: str) -> tuple[str, ...]:
-        words = () if self.built_in or self.keeps_words else ("-DFW_POLICY_WORDS=0",)
-        return (f"-DFW_POLICY={struct}", *words)
+    def for_clients(self) -> Policy:
+        """The same in kernels that may take arrays of clients of shared caches."""
+        return replace(self, asks_owner=True)
 
     @property
     def prelude(self) -> str:
@@ -163,7 +171,8 @@ class Policy:
         return f'#include "{header}"\n#line 1 "policy {self.name}"\n{self.source}\n'
 
     def __repr__(self) -> str:
-        return f"Policy({self.name!r}{', shared_by_gpus=True' if self.shared_by_gpus else ''})"
+        flags = [name for name in ("shared_by_gpus", "asks_owner") if getattr(self, name)]
+        return f"Policy({', '.join([repr(self.name), *(f'{each}=True' for each in flags)])})"
 
 
 # By name: whether it keeps words.

@@ -111,19 +111,19 @@ def compile(  # noqa: A001 - the module's one verb
     if where.kind == "cuda" and not any("maxrregcount" in each for each in others):
         others = (_REGISTER_LIMIT, *others)
 
-    def load(policy_options: tuple[str, ...]) -> LoadedProgram:
-        every = (*policy_options, *others)
+    def load(policy: Policy) -> LoadedProgram:
+        every = (*policy.options, *others)
         try:
             return where.load_program(
-                written.behind(chosen), include_dirs=folders, options=every, debug=debug
+                written.behind(policy), include_dirs=folders, options=every, debug=debug
             )
         except CompileError as error:
             raise explained(error, written.text.decode(errors="replace")) from None
 
     def for_clients() -> Program:
-        return Program(where, load(chosen.options_for_clients), chosen)
+        return Program(where, load(chosen.for_clients), chosen)
 
-    return Program(where, load(chosen.options), chosen, functools.cache(for_clients))
+    return Program(where, load(chosen), chosen, functools.cache(for_clients))
 
 
 def get_include() -> str:

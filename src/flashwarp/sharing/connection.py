@@ -174,9 +174,9 @@ class Connection:
         self._watched = watched
         endings.Thread(_watch, "flashwarp sharing owner", watched, lose).start()
 
-    def give_up(self) -> None:
-        """Take the owner for gone, because it has not answered a kernel in time."""
-        self._take_for_gone(f"has not answered for {limit_s():g} s")
+    def give_up(self, waited_s: float) -> None:
+        """Take the owner for gone, because it has not answered a kernel in so many seconds."""
+        self._take_for_gone(f"has not answered for {waited_s:g} s")
 
     def _take_for_gone(self, how: str) -> None:
         self._lost = self._lost or how

@@ -70,7 +70,7 @@ def array_type(
 
 @typeof_impl.register(Array)
 def _typeof_array(array: Array, _context: Any) -> ArrayType:
-    policy = array.cache.policy
+    policy = array.cache.kernel_policy
     return array_type(array.dtype, array.ndim, readonly=not array.writable, policy=policy)
 
 

@@ -111,11 +111,11 @@ class _Launcher:
         arrays = [arg.array if isinstance(arg, KernelFile) else arg for arg in args]
         arrays = [array for array in arrays if isinstance(array, Array)]
         caches = {array.cache for array in arrays}
-        policies = {cache.policy.name for cache in caches}
+        policies = {repr(cache.kernel_policy) for cache in caches}
         if len(policies) > 1:
             raise ArgumentError(
-                "the caches of a kernel's arrays have one replacement policy, not "
-                f"{', '.join(sorted(policies))}"
+                "the caches of a kernel's arrays have one replacement policy, and all or none of "
+                f"them are another process's: not {', '.join(sorted(policies))}"
             )
         # A kernel's type does not say whether it stores to an array that it may store to.
         accesses = [(array._attachment.launcher, array.writable) for array in arrays]

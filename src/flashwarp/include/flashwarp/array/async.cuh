@@ -76,7 +76,7 @@ FW_DEVICE_NOINLINE uint32_t move_part(cache::line_cache* c, cache::volume* v, co
 
 // Starts write-backs of the dirty lines in each lane's span.
 FW_DEVICE void clean_span(cache::line_cache* c, cache::volume* v, lanes here, const span& s) {
-  if (cache::kKernelsAskOwner && c->owner != nullptr) return;
+  if (base::kAsksOwner && c->owner != nullptr) return;
   for (walk at(c->geometry, s); here.any(at.more()); at.line += at.stride) {
     const uint64_t line = v->line_begin + at.line;
     cache::place where = {0, 0, false};
@@ -90,7 +90,7 @@ FW_DEVICE void clean_span(cache::line_cache* c, cache::volume* v, lanes here, co
 
 // Waits until no line of each lane's span is dirty or WRITING. Returns the lane's first failure.
 FW_DEVICE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, lanes here, const span& s) {
-  if (cache::kKernelsAskOwner && c->owner != nullptr) {
+  if (base::kAsksOwner && c->owner != nullptr) {
     // The lines are the owner's, who writes them back.
     cache::record_error(*v, cache::kOwnersAlone, nvme::kWrite, v->line_begin);
     return cache::kOwnersAlone;

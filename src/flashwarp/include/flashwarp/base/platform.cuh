@@ -122,6 +122,12 @@ typedef unsigned long long uintptr_t;
 #define FW_SCOPE "gpu"
 #endif
 
+// Whether kernels may take arrays of a client of a shared cache, which ask its owner for what is
+// absent. On a GPU other kernels are compiled without it, so that they keep their registers.
+#if !defined(FW_ASKS_OWNER)
+#define FW_ASKS_OWNER !FW_ON_GPU
+#endif
+
 // ThreadSanitizer needs every racy access to be an atomic operation; see base/atomic.cuh.
 #if defined(__SANITIZE_THREAD__)
 #define FW_TSAN 1
@@ -143,6 +149,7 @@ typedef unsigned long long uintptr_t;
 namespace fw::base {
 
 inline constexpr bool kGpusShare = FW_SYSTEM_SCOPE != 0;
+inline constexpr bool kAsksOwner = FW_ASKS_OWNER;
 
 #if defined(FW_SIMULATOR)
 using site = simulator::site;

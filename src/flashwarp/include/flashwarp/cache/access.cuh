@@ -184,7 +184,7 @@ FW_DEVICE miss_outcome serve_by_claims(line_cache& c, volume& v, lanes here, lan
 template <typename Policy, typename Op>
 FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, lanes here, lanes missing,
                                              uint64_t line, bool whole, Op& op, tally& count) {
-  if constexpr (kKernelsAskOwner) {
+  if constexpr (base::kAsksOwner) {
     if (c.owner != nullptr) return ask_owner(c, v, here, missing, line, op, count);
   }
   return serve_by_claims<false, Policy>(c, v, here, missing, {line, true, whole}, op, count,
@@ -200,7 +200,7 @@ FW_DEVICE_NOINLINE miss_outcome pass_misses_through(line_cache& c, volume& v, la
                                                     lanes missing, uint64_t line, bool whole,
                                                     Op& op, tally& count, uint32_t step) {
   // A client's store is not in the storage when the owner has answered.
-  if (kKernelsAskOwner && c.owner != nullptr) {
+  if (base::kAsksOwner && c.owner != nullptr) {
     if (missing.mine()) record_error(v, kOwnersAlone, nvme::kWrite, line);
     return {missing.mine(), true, kOwnersAlone};
   }
@@ -253,7 +253,7 @@ FW_DEVICE uint32_t access(const party& by, const request& asked, Op& op, tally& 
   bool pending = asked.wants;
   bool looked = asked.looked;
   // Only the owner of a shared cache stores to frames, so a client need not look for one.
-  const bool sends = Op::kStores && kKernelsAskOwner && c.owner != nullptr;
+  const bool sends = Op::kStores && base::kAsksOwner && c.owner != nullptr;
   while (here.any(pending)) {
     place at = {0, 0, false};
     bool busy = false;
@@ -267,7 +267,7 @@ FW_DEVICE uint32_t access(const party& by, const request& asked, Op& op, tally& 
     if (hits.mine()) pending = false;
     // Make no claim for a line that is being filled: it would lock the set and find it BUSY again.
     // A client asks for it, because it cannot help the owner, whose next access may end the fill.
-    if (kKernelsAskOwner && busy) busy = c.owner == nullptr;
+    if (base::kAsksOwner && busy) busy = c.owner == nullptr;
     const lanes missing = here.ballot(pending && !at.found && !busy);
     // Lanes that would wait for a fill, their own or another warp's. Lines that are overwritten
     // whole need none.
@@ -355,7 +355,7 @@ FW_DEVICE_NOINLINE void prefetch(line_cache& c, volume& v, lanes here, bool want
   if (!missing) return;
   bool asks = absent && missing.match(line).leads();
   if constexpr (base::kGpusShare) asks = plain_source_of(c, v, here, line).open && asks;
-  if constexpr (kKernelsAskOwner) {
+  if constexpr (base::kAsksOwner) {
     if (c.owner != nullptr) {
       // The access counts, as a hit or as a miss.
       if (asks) ask_ahead(*c.owner, line << c.geometry.line_shift, bytes_of_line(c, v, line));

@@ -22,6 +22,10 @@ struct line_part {
   uint64_t bytes;
 };
 
+// How long a thread of a GPU pauses between looks for its answer, which take the link from the
+// answers. One comes after a hundred microseconds or so.
+inline constexpr uint32_t kAnswerLookNs = FW_ON_GPU ? 8'000 : nvme::kBackOffNs;
+
 // Waits until the owner has answered the lanes of `asking`. Returns the lane's status: kTimedOut if
 // time ran out, or if the host has found the owner gone.
 FW_DEVICE uint32_t wait_for_owner(const owner_requests& o, volume& v, lanes here, lanes asking,
@@ -36,7 +40,7 @@ FW_DEVICE uint32_t wait_for_owner(const owner_requests& o, volume& v, lanes here
       atomic::store_relaxed(&failure_mark(v), 1u);
       return pending ? nvme::kTimedOut : status;
     }
-    base::pause(nvme::kBackOffNs);
+    base::pause(kAnswerLookNs);
   }
 }
 

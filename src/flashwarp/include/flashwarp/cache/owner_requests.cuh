@@ -25,10 +25,6 @@
 
 namespace fw::cache {
 
-// Whether kernels of a client ask the owner by themselves. On a GPU, where this has not run, the
-// client's host does it for them: see kernels/resident.cuh.
-inline constexpr bool kKernelsAskOwner = !FW_ON_GPU;
-
 enum owner_operation : uint32_t {
   kOwnerRead = 1,      // copies bytes of the cache's lines to the buffer
   kOwnerStore = 2,     // stores the first bytes of the buffer
@@ -85,11 +81,16 @@ FW_DEVICE bool is_answered(const owner_requests& o, uint32_t slot) {
   return atomic::load_relaxed_system(&o.slots[slot].state) == kAnswered;
 }
 
-// Takes a slot for the calling thread, which looks at each slot once and waits for nothing. So a
-// thread may hold slots while it takes another.
+// How many slots a thread looks at for one that is free. Of a GPU's threads a hundred thousand may
+// look at the same time, and would keep the cache of the GPU from those that have their answers.
+inline constexpr uint32_t kLooksMax = FW_ON_GPU ? 64 : ~uint32_t(0);
+
+// Takes a slot for the calling thread, which looks at each slot once at most and waits for nothing.
+// So a thread may hold slots while it takes another.
 FW_DEVICE uint32_t take_slot(owner_requests& o) {
   const uint32_t first = atomic::add_relaxed(&o.next, 1u);
-  for (uint32_t k = 0; k < o.count; k++) {
+  const uint32_t looks = o.count < kLooksMax ? o.count : kLooksMax;
+  for (uint32_t k = 0; k < looks; k++) {
     const uint32_t slot = (first + k) % o.count;
     const uint32_t seen = atomic::load_relaxed(&o.holders[slot]);
     if (seen == kHeld || (seen == kLent && !is_answered(o, slot))) continue;
@@ -112,7 +113,7 @@ FW_DEVICE void ask(owner_requests& o, uint32_t slot, owner_operation operation, 
   // The request, and a store's bytes in the buffer, come before the owner sees that it is asked.
   atomic::fence_system();
   atomic::store_relaxed_system(&s.state, uint32_t(kAsked));
-  if constexpr (!kKernelsAskOwner) return;  // a GPU cannot wake the owner
+  if constexpr (FW_ON_GPU) return;  // it cannot wake the owner, who looks at the slots
   // Release: an owner that sees this ring looks at the slots behind it, and finds the request.
   atomic::add_release(&o.bell->rings, 1u);
   base::wake(&o.bell->rings);
