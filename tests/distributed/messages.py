@@ -146,6 +146,10 @@ def rows_by_a_communicator(rank: int, group: Any, folder: Path) -> None:
             for got, truth, each in zip(found, truths, ids, strict=True):
                 same(got.numpy(), truth[each])
         x = held.enter_context(connected(rank, reopen(group, folder / "table")))
+        told = torch.full((5,), rank)
+        with x._ranks.together():
+            x._ranks.spread(told, x.ranks - 1)
+        assert told.tolist() == [x.ranks - 1] * 5
         before = x.gather(np.arange(50))
         table = Embedding(x, dim=4, average=False)
         optimizer = flashwarp.torch.SGD(table, lr=1.0)
@@ -196,7 +200,9 @@ def stuck(rank: int, group: Any, folder: Path, hurried: bool) -> list[Any]:
         dist.barrier(group)
         if rank == 1:
             dist.barrier(group)
-            return []
+            begin = time.monotonic()
+            found = [failure(lambda: x.gather([0]))[0]]
+            return [time.monotonic() - begin, found]
         begin = time.monotonic()
         patch.setattr(made, "_backend", Silent())
         if hurried:
@@ -218,10 +224,7 @@ def stuck(rank: int, group: Any, folder: Path, hurried: bool) -> list[Any]:
 def meets_anew(rank: int, group: Any, folder: Path) -> None:
     with connected(rank, reopen(group, folder / "x")) as x:
         same(x.gather(np.arange(3)), np.ones((3, 2), "f4"))
-        made = Communicator.number_of(
-            communicator.Party(tuple(x._ranks.members), rank, 0, None), CPU
-        )
-        assert made == x._ranks._communicator.number
+        assert Communicator.number_of(x._ranks, CPU) == x._ranks._communicator.number
 
 
 def bad_gpus(rank: int, group: Any, folder: Path) -> list[tuple[str, str]]:

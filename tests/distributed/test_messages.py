@@ -53,9 +53,10 @@ def test_two_ranks_do_not_share_a_gpu(pool: Any, tmp_path: Path) -> None:
 def test_a_message_that_does_not_end_is_aborted(pool: Any, tmp_path: Path, hurried: bool) -> None:
     found = pool.run(3, messages.stuck, tmp_path, hurried)
 
-    for waited, kinds in (found[0], found[2]):
+    for waited, kinds in found:
         assert set(kinds) == {"RankLostError"}
-        assert 0.5 < waited < 20
+        assert waited < 20
+    assert found[0][0] > 0.5
     pool.run(3, messages.meets_anew, tmp_path)
 
 

@@ -13,10 +13,9 @@ import atexit
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,12 +34,12 @@ _SLACK_S = 600.0
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-@dataclass(frozen=True)
-class Party:
-    """The ranks of an array: their numbers in torch, this one's place, and where they meet."""
+class Party(Protocol):
+    """The ranks of an array, as `Ranks` has them."""
 
-    members: tuple[int, ...]
+    members: list[int]
     rank: int
+    count: int
     number: int
     store: Any
 
@@ -60,11 +59,11 @@ class Communicator:
 
     _made: dict[tuple[tuple[int, ...], torch.device], Communicator] = {}  # noqa: RUF012
 
-    def __init__(self, party: Party, place: torch.device, timeout_s: float) -> None:
-        self.number, self.place, self.lost = party.number, place, ""
+    def __init__(self, ranks: Party, place: torch.device, timeout_s: float) -> None:
+        self.number, self.place, self.lost = ranks.number, place, ""
         self._timeout_s = timeout_s
-        self._ranks = len(party.members)
-        self._backend = _backend(party, place, timeout_s)
+        self._ranks = ranks.count
+        self._backend = _backend(ranks, place, timeout_s)
         self._lock = endings.Lock()
         on_gpu = place.type == "cuda"
         # Odd while a message is under way.
@@ -85,20 +84,20 @@ class Communicator:
     # One for all arrays of the ranks.
 
     @classmethod
-    def number_of(cls, party: Party, place: torch.device) -> int:
+    def number_of(cls, ranks: Party, place: torch.device) -> int:
         """Return the number of the one that this process has of these ranks; 0 if it has none."""
-        found = cls._made.get((party.members, place))
+        found = cls._made.get((tuple(ranks.members), place))
         return 0 if found is None or found.lost else found.number
 
     @classmethod
-    def of(cls, party: Party, place: torch.device, number: int, timeout_s: float) -> Communicator:
+    def of(cls, ranks: Party, place: torch.device, number: int, timeout_s: float) -> Communicator:
         """Return the one of this number, or make one if it is 0; `connect` makes it usable."""
-        key = party.members, place
+        key = tuple(ranks.members), place
         found = cls._made.get(key)
         if found is None or not number:
             if found is not None:
                 found.abort("the ranks have made another communicator")
-            found = cls._made[key] = cls(party, place, timeout_s)
+            found = cls._made[key] = cls(ranks, place, timeout_s)
         found._timeout_s = max(found._timeout_s, timeout_s)
         return found
 
@@ -256,32 +255,23 @@ def agreed(told: Sequence[tuple[str, int]]) -> int:
     return numbers.pop() if len(numbers) == 1 else 0
 
 
-def _backend(party: Party, place: torch.device, timeout_s: float) -> Any:
+def _backend(ranks: Party, place: torch.device, timeout_s: float) -> Any:
     """Make NCCL's group of the ranks; on the CPU gloo's."""
-    count = len(party.members)
     limit = timedelta(seconds=timeout_s + _SLACK_S)
-    store = dist.PrefixStore("communicator", party.store)
+    store = dist.PrefixStore("communicator", ranks.store)
     if place.type == "cpu":
-        return dist.ProcessGroupGloo(store, party.rank, count, limit)
+        return dist.ProcessGroupGloo(store, ranks.rank, ranks.count, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    options.group_name = f"flashwarp-{party.number}"
-    options.global_ranks_in_group = list(party.members)
-    with _unhandled():
-        return dist.ProcessGroupNCCL(store, party.rank, count, options)
-
-
-@contextlib.contextmanager
-def _unhandled() -> Iterator[None]:
+    options.group_name = f"flashwarp-{ranks.number}"
+    options.global_ranks_in_group = ranks.members
     before = os.environ.get(_HANDLING)
     os.environ[_HANDLING] = "0"
     try:
-        yield
+        return dist.ProcessGroupNCCL(store, ranks.rank, ranks.count, options)
     finally:
-        if before is None:
-            del os.environ[_HANDLING]
-        else:
-            os.environ[_HANDLING] = before
+        os.environ.pop(_HANDLING)
+        os.environ |= {} if before is None else {_HANDLING: before}
 
 
 @atexit.register

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from flashwarp import endings, errors
 from flashwarp.config import number, time_limit_s
-from flashwarp.distributed.communicator import Communicator, Party, agreed
+from flashwarp.distributed.communicator import Communicator, agreed
 from flashwarp.errors import (
     ArgumentError,
     CaptureError,
@@ -55,6 +55,8 @@ class Ranks:
         This rank among them, and how many they are.
     number : int
         The same on all ranks: how many such groups were made before of them.
+    store : Store
+        Where these ranks alone meet.
     lost : str
         Why the ranks cannot meet any more; empty while they can.
     on_gpus : bool
@@ -75,7 +77,7 @@ class Ranks:
         self._lock = endings.Lock()
         self._agreed: BaseException | None = None
         self._gloo: Any = None
-        self._store: Any = None
+        self.store: Any = None
         self._communicator: Communicator | None = None
         try:
             self._connect()
@@ -95,9 +97,9 @@ class Ranks:
         end = time.monotonic() + self._timeout_s
         self.number = _met[name] = self._meeting(store, _met.get(name, 0), end)
         left = timedelta(seconds=max(end - time.monotonic(), _LOOK_S))
-        self._store = dist.PrefixStore(str(self.number), store)
+        self.store = dist.PrefixStore(str(self.number), store)
         try:
-            self._gloo = dist.ProcessGroupGloo(self._store, self.rank, self.count, left)
+            self._gloo = dist.ProcessGroupGloo(self.store, self.rank, self.count, left)
         finally:
             if self.rank == 0:
                 store.add(_OVER.format(self.number), 1)
@@ -126,14 +128,13 @@ class Ranks:
 
         `identity` is of this rank's GPU, as no other machine has it.
         """
-        party = Party(tuple(self.members), self.rank, self.number, self._store)
 
         def look() -> tuple[str, Any, None]:
-            return "use GPUs", [identity, Communicator.number_of(party, place)], None
+            return "use GPUs", [identity, Communicator.number_of(self, place)], None
 
         told = self.agree("use GPUs", look)[1]
         number = self.step("compare the GPUs", lambda: agreed(told))
-        make = functools.partial(Communicator.of, party, place, number, self._timeout_s)
+        make = functools.partial(Communicator.of, self, place, number, self._timeout_s)
         communicator = self.step("make a communicator", make)
         try:
             communicator.connect()
@@ -152,6 +153,7 @@ class Ranks:
         """Raise RankLostError if the ranks cannot meet any more."""
         if self._communicator is not None and self._communicator.lost:
             self.lost = self.lost or self._communicator.lost
+            self._gloo = None
         if self.lost:
             raise RankLostError(f"the sharded array is broken, since {self.lost}: open it again")
 
@@ -270,8 +272,11 @@ class Ranks:
         """Swap parts of a tensor as `swap` does, by gloo between host memories."""
         if got is None:
             got = torch.empty(sum(of), dtype=sent.dtype)
+        gloo = self._gloo
+        if gloo is None:
+            self.check()
         try:
-            self._gloo.alltoall_base(got, sent, list(of), list(to), dist.AllToAllOptions()).wait()
+            gloo.alltoall_base(got, sent, list(of), list(to), dist.AllToAllOptions()).wait()
         except RuntimeError as error:
             self._lose(error)
         return got
