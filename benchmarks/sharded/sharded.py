@@ -285,7 +285,7 @@ class _Bench:
         import torch.distributed as dist
 
         self._idle()
-        dist.barrier()
+        dist.barrier(device_ids=None if self.device == "cpu" else [self.rank])
         self._idle()
 
     def _idle(self) -> None:
