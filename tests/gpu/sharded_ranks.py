@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,7 +18,7 @@ import flashwarp as fw
 import flashwarp.torch
 from distributed.programs import RECORD, content, create, failure, reopen, same
 from distributed.training import DIM, ROWS, batches, learn, make
-from flashwarp.distributed import Embedding, gather
+from flashwarp.distributed import Embedding, gather, load, loading
 
 TIMEOUT_S = 5.0
 
@@ -177,6 +178,20 @@ def trains(rank: int, group: Any, folder: Path) -> None:
                 learn(optimizer, table, ids.to(device[:4]), factors.to(device[:4]))
             after.append(x.gather(np.arange(ROWS)))
     np.testing.assert_allclose(*after, rtol=1e-4, atol=1e-5)
+
+
+def loads(rank: int, group: Any, folder: Path, share: int) -> None:
+    files = sorted((folder / str(rank)).glob("*.safetensors"))
+    wanted = fw.load(files, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "_SHARE_BYTES", share)
+        found = load(files, gpu(rank), group=group)
+        into = {name: torch.empty_like(each, device="cuda") for name, each in wanted.items()}
+        load(files, group=group, into=into)
+    for made in (found, into):
+        assert list(made) == list(wanted)
+        for name, each in made.items():
+            assert torch.equal(each.cpu(), wanted[name])
 
 
 # Ranks that are lost.

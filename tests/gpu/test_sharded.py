@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist
 
+from distributed.loads import write
 from distributed.pool import Pool
 from flashwarp._jit import cuda_api
 from flashwarp.errors import DeviceError
@@ -88,6 +89,13 @@ def test_bad_input_of_one_rank_is_the_same_error_on_all(two: Any, tmp_path: Path
 
 def test_tables_train_as_on_cpus(two: Any, tmp_path: Path) -> None:
     two.run(2, sharded_ranks.trains, tmp_path)
+
+
+@pytest.mark.parametrize("share", [4096, 1 << 20])
+def test_all_ranks_load_what_each_reads_a_share_of(two: Any, tmp_path: Path, share: int) -> None:
+    write(tmp_path, 2)
+
+    two.run(2, sharded_ranks.loads, tmp_path, share)
 
 
 # Ranks that are lost.
