@@ -7,6 +7,7 @@ resident ones, rows of many tables, and rows that no cache holds, from files in 
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -168,8 +169,9 @@ class _Bench:
         self.draws = [
             torch.from_numpy(rng.integers(0, shape[0], wanted)).to(device) for _ in range(_CALLS)
         ]
-        # Of one rank at most, but for draws that no seed has.
-        self.capacity = wanted if ranks == 1 else -(-wanted // ranks) * 5 // 4 + 64
+        share = -(-wanted // ranks)
+        # Random rows are of one rank more often once in a billion calls.
+        self.capacity = min(wanted, share + 6 * math.isqrt(share) + 16)
         self.right = True
 
     def measure(self) -> dict[str, Any]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
+import torch
+import torch.distributed as dist
+
 from distributed import messages
+from flashwarp.distributed import communicator
 
 
 @pytest.mark.parametrize(
@@ -39,6 +45,26 @@ def test_what_a_capacity_hides_the_next_call_raises_on_all(pool: Any, tmp_path: 
 
 def test_rows_go_by_one_communicator_for_all_arrays(pool: Any, tmp_path: Path) -> None:
     pool.run(3, messages.rows_by_a_communicator, tmp_path)
+
+
+def test_threads_of_nccl_are_told_not_to_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, seen = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, _: Any, rank: int, count: int, options: Any) -> None:
+            seen.append((os.environ[name], rank, count, options.global_ranks_in_group))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    party = SimpleNamespace(members=[4, 7], rank=1, count=2, number=3, store=dist.HashStore())
+    for before in ("3", None):
+        monkeypatch.delenv(name, raising=False)
+        if before:
+            monkeypatch.setenv(name, before)
+        communicator._backend(party, torch.device("cuda", 0), 2.0)
+        assert os.environ.get(name) == before
+    assert seen == [("0", 1, 2, [4, 7])] * 2
 
 
 def test_two_ranks_do_not_share_a_gpu(pool: Any, tmp_path: Path) -> None:

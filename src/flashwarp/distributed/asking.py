@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,17 +18,6 @@ from flashwarp.device.foreign import torch_dtype
 from flashwarp.distributed.dealing import Dealing
 from flashwarp.errors import ArgumentError, BoundsError, IndexDtypeError
 from flashwarp.launch.rows import host_indices
-
-
-class Readable(Protocol):
-    """Rows of this rank, which it reads for others."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    place: torch.device
-
-    def read(self, ids: torch.Tensor, message: torch.Tensor, waits: bool, /) -> None:
-        """Read rows to the bytes of a message; on a GPU in the order of its stream, or wait."""
 
 
 class Rows:
@@ -64,7 +53,8 @@ class Flags:
     """
 
     def __init__(self, place: torch.device) -> None:
-        # Ids out of bounds, the last one, rows without room, and the most of them of one rank.
+        # Ids out of bounds, the last one, rows without room, and how many of one rank in the last
+        # gather that had some.
         self._noted = torch.zeros(4, dtype=torch.int64, device=place)
         on_gpu = place.type == "cuda"
         self._seen = torch.zeros(4, dtype=torch.int64, pin_memory=True) if on_gpu else self._noted
@@ -79,7 +69,7 @@ class Flags:
             strays = strays + stray.sum()
             last = torch.where(stray.any(), ids.take(stray.int().argmax()), last)
         beyond = (counts - capacity).clamp(min=0)
-        over, most = over + beyond.sum(), torch.maximum(most, beyond.max())
+        over, most = over + beyond.sum(), torch.where(beyond.any(), beyond.max(), most)
         self._noted.copy_(torch.stack([strays, last, over, most]))
         self._seen.copy_(self._noted, non_blocking=True)
 
@@ -104,11 +94,12 @@ class Flags:
 class Asked:
     """Rows of one array that this rank asks for: ids, or ids and rows to store.
 
+    `of` has the rows of this rank: `Rows`, or what has its `shape`, `dtype`, `place` and `read`.
     Raises IndexDtypeError, BoundsError, ArgumentError, DtypeError.
     """
 
     def __init__(
-        self, of: Readable, dealing: Dealing, ids: Any, rows: Any = None, flags: Flags | None = None
+        self, of: Any, dealing: Dealing, ids: Any, rows: Any = None, flags: Flags | None = None
     ) -> None:
         self.of, self.flags, self._dealing = of, flags, dealing
         self.length = dealing.rows

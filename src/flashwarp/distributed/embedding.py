@@ -250,10 +250,10 @@ class _Weights:
     def __init__(self, shard: embedding.Embedding) -> None:
         self._lookup = shard._lookup
         self.dtype = np.dtype(_KINDS[shard.dtype])
-        self.shape: tuple[int, ...] = shard.num_embeddings, shard.embedding_dim
+        self.shape = shard.num_embeddings, shard.embedding_dim
         self.place = torch.device(shard.array.device.name)
 
-    def read(self, ids: torch.Tensor, message: torch.Tensor, _waits: bool, /) -> None:
+    def read(self, ids: torch.Tensor, message: torch.Tensor, _waits: bool) -> None:
         """Read weights to the bytes of a message; on a GPU in the order of its stream."""
         out = message.view(self._lookup.dtype).view(len(ids), self.shape[1])
         self._lookup.run(ids, None, None, out)

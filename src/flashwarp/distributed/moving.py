@@ -136,17 +136,17 @@ class _Request:
         """Bring the numbers of slots to the host, for which it waits; raises BoundsError."""
         told = [first]
         for each, stray in zip(self.asked, self._strays, strict=True):
-            if stray is not None and len(each.ids):
+            if stray is None or not len(each.ids):
+                told.append(first.new_zeros(2))
+            else:
                 told.append(torch.stack([stray.sum(), each.ids.take(stray.int().argmax())]))
         known: list[int] = torch.cat(told).tolist()
-        pairs = iter(known[len(first) :])
-        for each, stray in zip(self.asked, self._strays, strict=True):
-            if stray is not None and len(each.ids):
-                count, index = next(pairs), next(pairs)
-                if count:
-                    raise BoundsError(
-                        f"index {index} is out of bounds for an axis of length {each.length}"
-                    )
+        strays = known[len(first) :]
+        for each, count, index in zip(self.asked, strays[::2], strays[1::2], strict=True):
+            if count:
+                raise BoundsError(
+                    f"index {index} is out of bounds for an axis of length {each.length}"
+                )
         return known[: len(first)]
 
     def results(self, got: torch.Tensor, layout: _Layout, zeros: bool) -> list[Any]:
@@ -296,6 +296,6 @@ class Call:
             ids, order = self.wanted.sort(stable=True)
             last = torch.searchsorted(ids, ids, right=True) - 1
             if width and len(ids):
-                asked.of.store(ids, _picked(got, width, order[last]))  # type: ignore[attr-defined]
+                asked.of.store(ids, _picked(got, width, order[last]))
 
         self._step("store the rows", store)
