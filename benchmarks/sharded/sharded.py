@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -60,6 +61,7 @@ def run(
             home = folder / f"{width}-{number}"
             job = where.kind, str(home), (count, width), wanted, tables, seed, runs
             found = _in_ranks(number, job)
+            shutil.rmtree(home)  # the folder may be in memory
             _report(report, f"rows of {width * 4} B, {number} ranks", number, found, sizes, alone)
     return report
 
