@@ -246,3 +246,27 @@ def bad_gpus(rank: int, group: Any, folder: Path) -> list[tuple[str, str]]:
         patch.undo()
         found.append(failure(lambda: x.scatter([0], torch.ones(2, device="meta") if bad else 1)))
     return found
+
+
+def gathers_in_a_capture(rank: int, group: Any, folder: Path) -> None:
+    """In the capture of a CUDA graph no message goes over the host, and errors are of one rank."""
+    truth = content("f4", (60, 3))
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a message over the host")
+
+    with (
+        connected(rank, create(group, folder, "f4", (60, 3), "hash")) as x,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        x.local[:] = truth[x.local_ids()]
+        dist.barrier(group)
+        patch.setattr(meeting.Ranks, "on_gpus", True)
+        patch.setattr(meeting.Ranks, "tell", refuse)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        if rank == 1:
+            assert failure(lambda: x.gather([0], capacity=8))[0] == "CaptureError"
+        ids = torch.tensor([59, rank, -1, 7])
+        same(x.gather(ids, capacity=4).numpy(), truth[ids])
+        patch.undo()
+        same(x.gather(ids).numpy(), truth[ids])

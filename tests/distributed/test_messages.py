@@ -47,6 +47,10 @@ def test_rows_go_by_one_communicator_for_all_arrays(pool: Any, tmp_path: Path) -
     pool.run(3, messages.rows_by_a_communicator, tmp_path)
 
 
+def test_in_a_capture_no_message_goes_over_the_host(pool: Any, tmp_path: Path) -> None:
+    pool.run(3, messages.gathers_in_a_capture, tmp_path)
+
+
 def test_threads_of_nccl_are_told_not_to_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     name, seen = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
 
