@@ -90,6 +90,7 @@ def streams(rank: int, group: Any, folder: Path) -> None:
             x.gather(ids, capacity=capacity)
             side = torch.cuda.Stream()
             with torch.cuda.stream(side):
+                x.gather(ids, capacity=capacity)  # now its memory is there
                 later = torch.zeros_like(ids)
                 if capacity:
                     torch.cuda._sleep(200_000_000)
