@@ -38,6 +38,9 @@ BENCHES = {
         "peers": "One cache of several GPUs, beside plain loads over NVLink.",
         "ranks": "The same by a process for each GPU, beside WholeMemory.",
     },
+    "sharded": {
+        "sharded": "Rows dealt over processes, beside an all-to-all and sharding in torch alone."
+    },
     "drives": {
         "scaling": "Random blocks by raw queues over 1 to 16 modelled drives.",
         "tiers": "A host-memory tier under the cache, and one to eight modelled drives.",

@@ -33,6 +33,7 @@ SMALL = {
     "arrays": {"gib": 1 / 64},
     "calls": {"resident": "1 MiB", "cold": "4 MiB", "runs": 3, "first": True},
     "shared": {"size": "2 MiB", "seconds": 0.1, "threads": 1},
+    "sharded": {"size": "1 MiB", "rows": "256", "call": "32 KiB", "tables": 3, "runs": 1},
     "files": {"size": "2 MiB", "disk": "256 KiB", "warps": "2", "levels": "1,2", "runs": 1},
     "latency": {"size": "4 MiB", "steps": 20},
     "defaults": {"sizes": "1 MB", "memory": "", "runs": 1, "seconds": 0.05},
@@ -85,6 +86,7 @@ NEEDS = {
     "load": ["torch"],
     "tables": ["torch"],
     "pipelines": ["torch"],
+    "sharded": ["torch"],
     "ngrams": ["torch", "transformers.models.qwen4_exp"],
 }
 

@@ -112,11 +112,11 @@ def several_tables(rank: int, group: Any, folder: Path) -> None:
     kinds = [("f4", (100, 3)), ("u1", (7, 5)), (RECORD, (31,)), ("f8", (2, 2, 2))]
     truths = [content(*kind) for kind in kinds]
     messages = []
-    swap = meeting.Ranks.swap
+    tell = meeting.Ranks.tell
 
     def counted(*arguments: Any) -> Any:
         messages.append(1)
-        return swap(*arguments)
+        return tell(*arguments)
 
     with contextlib.ExitStack() as held:
         tables = []
@@ -125,13 +125,13 @@ def several_tables(rank: int, group: Any, folder: Path) -> None:
             tables.append(held.enter_context(made))
         for table, truth in zip(tables, truths, strict=True):
             table.local[:] = truth[table.local_ids()]
-        held.enter_context(pytest.MonkeyPatch.context()).setattr(meeting.Ranks, "swap", counted)
+        held.enter_context(pytest.MonkeyPatch.context()).setattr(meeting.Ranks, "tell", counted)
         tables[0].gather([0])
         one = len(messages)
         draw = np.random.default_rng(rank)
         ids = [draw.integers(0, len(truth), rank * 3) for truth in truths]
         found = gather(list(zip(tables, ids, strict=True)))
-        assert len(messages) == 2 * one
+        assert len(messages) == 2 * one + 1
         for got, truth, each in zip(found, truths, ids, strict=True):
             same(got, truth[each])
         twice = gather([(tables[0], [1]), (tables[0], [2])])
@@ -330,10 +330,13 @@ def comes_to_the_next(rank: int, group: Any, folder: Path, absent: int) -> Any:
         return x.gather(np.arange(4)).tolist()
 
 
-def until_killed(rank: int, group: Any, folder: Path, shared: bool) -> str:
+def until_killed(rank: int, group: Any, folder: Path, shared: bool, connected: bool = False) -> str:
     """Store and flush a new number until another rank is gone."""
     path = home(folder, rank, shared)
     with create(group, path, "i8", (64, 3), "hash") as x:
+        if connected:  # as the rows of GPUs are
+            with x._ranks.together():
+                x._ranks.use(torch.device("cpu"), f"GPU-{rank}")
         for number in range(1, 1_000_000):
             try:
                 x.scatter(np.arange(rank, 64, x.ranks), number)

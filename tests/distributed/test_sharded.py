@@ -58,7 +58,7 @@ def test_of_a_row_that_repeats_the_last_of_the_highest_rank_stays(
     pool.run(4, programs.who_wins, tmp_path, deal)
 
 
-def test_several_tables_take_the_messages_of_one(pool: Any, tmp_path: Path) -> None:
+def test_several_tables_take_one_message_more_than_one(pool: Any, tmp_path: Path) -> None:
     pool.run(3, programs.several_tables, tmp_path)
 
 
@@ -139,13 +139,13 @@ def test_a_rank_that_never_opens_is_lost_after_the_time_limit(pool: Any, tmp_pat
     assert pool.run(2, programs.never_opens, tmp_path) == ["RankLostError", ""]
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("shared", "connected"), [(True, False), (False, False), (False, True)])
 def test_a_rank_that_is_killed_loses_nothing_that_was_flushed(
-    pool: Any, tmp_path: Path, shared: bool
+    pool: Any, tmp_path: Path, shared: bool, connected: bool
 ) -> None:
     doomed = Pool(tmp_path, 3)
     try:
-        doomed.start(3, programs.until_killed, tmp_path, shared)
+        doomed.start(3, programs.until_killed, tmp_path, shared, connected)
         while not (tmp_path / "flushed-1").exists():
             time.sleep(0.01)
         time.sleep(float(np.random.default_rng().random()) * 0.2)

@@ -7,7 +7,8 @@
 
 Each rank serves its rows from a file of its own. `gather` reads rows of several arrays at once, and
 `reshard` deals the rows over another number of ranks. `create_table` makes a table of embeddings,
-and `Embedding` looks its rows up for a model; the optimizers of `flashwarp.torch` train it.
+and `Embedding` looks its rows up for a model; the optimizers of `flashwarp.torch` train it. `load`
+brings the tensors of a checkpoint to all ranks with one read of its files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ except ImportError as _error:
 
 from flashwarp.distributed.array import ShardedArray, gather
 from flashwarp.distributed.embedding import Embedding
+from flashwarp.distributed.loading import load
 from flashwarp.distributed.resharding import reshard
 from flashwarp.distributed.tables import create_table
 
-__all__ = ["Embedding", "ShardedArray", "create_table", "gather", "reshard"]
+__all__ = ["Embedding", "ShardedArray", "create_table", "gather", "load", "reshard"]

@@ -12,14 +12,16 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.array.opening import CacheLike, Mode
 from flashwarp.device import Device
-from flashwarp.distributed import moving, opening
+from flashwarp.distributed import opening
+from flashwarp.distributed.asking import Asked, Flags, Rows
 from flashwarp.distributed.dealing import Deal
-from flashwarp.distributed.moving import Asked
+from flashwarp.distributed.moving import Call
 from flashwarp.distributed.ranks import Ranks
 from flashwarp.distributed.saves import Save
 from flashwarp.errors import ArgumentError, ReadOnlyError
@@ -60,9 +62,10 @@ class ShardedArray(endings.OfProcess):
     What was flushed is in the files; rows that a broken `scatter` stored are old or new. Signals,
     as that of Ctrl-C, are handled when a wait for other ranks has ended.
 
-    Messages of all calls go over gloo, between host memories, whatever backend the group has, and
-    arrays are on the CPU device; on a GPU machine pass ``device="cpu"``. Several threads may use
-    one array, and its calls take turns; but all ranks must make the calls in the same order.
+    Messages go over gloo, between host memories, whatever backend the group has. If the array is on
+    GPUs, each rank needs one of its own, rows and their numbers go between GPUs by NCCL, and the
+    dtype is one that torch has. Several threads may use one array, and its calls take turns; but
+    all ranks must make the calls in the same order.
 
     Examples
     --------
@@ -86,6 +89,9 @@ class ShardedArray(endings.OfProcess):
         self._ranks, self._save = ranks, save
         self.shape, self.dtype, self.deal = save.shape, save.kind, save.deal
         self.local, self.rank, self.ranks = local, ranks.rank, ranks.count
+        self._rows = Rows(local)
+        self._flags = Flags(self._rows.place)
+        self._save.dealing.starts_on(self._rows.place)
         self._closed = False
 
     # Opening.
@@ -123,7 +129,8 @@ class ShardedArray(endings.OfProcess):
         timeout_s : float, optional
             How long a rank waits for the others in a call. Default: `Config.timeout_s`.
         device, cache, line
-            As for `flashwarp.create`, for the shard of this rank.
+            As for `flashwarp.create`, for the shard of this rank. All ranks use the CPU device, or
+            each a GPU of its own.
 
         Raises
         ------
@@ -191,7 +198,10 @@ class ShardedArray(endings.OfProcess):
         with contextlib.ExitStack() as held:
             held.callback(ranks.close)
             with ranks.together():
-                made = cls(ranks, *act(ranks, held, folder, options, *arguments))
+                save, local = act(ranks, held, folder, options, *arguments)
+                if local.device.kind == "cuda":
+                    ranks.use(torch.device(local.device.name), local.device.identity)
+                made = cls(ranks, save, local)
             held.pop_all()
         return made
 
@@ -212,14 +222,18 @@ class ShardedArray(endings.OfProcess):
 
     # Rows.
 
-    def gather(self, ids: Any) -> Any:
+    def gather(self, ids: Any, *, capacity: int | None = None) -> Any:
         """Copy rows ``self[ids]``, wherever they are, in the order of `ids`. Collective.
 
         Parameters
         ----------
         ids : array of int, any shape
             Rows that this rank wants, which may be none; negative ones count from the end. A tensor
-            of torch (int64 or int32, on the host), or what numpy takes.
+            of torch (int64 or int32) on the device of `local`, or what numpy takes. On GPUs all
+            ranks give tensors, or none does.
+        capacity : int, optional
+            How many rows of one rank fit: then each rank sends as many to each, the host waits for
+            no GPU, and a CUDA graph can have the call. The same on all ranks.
 
         Returns
         -------
@@ -229,14 +243,44 @@ class ShardedArray(endings.OfProcess):
         Raises
         ------
         BoundsError, IndexDtypeError, ArgumentError
-            For ids that are out of bounds, no integers, or on a GPU. No rank gets rows then.
+            For ids that are out of bounds, no integers, or on another device. No rank gets rows
+            then. With `capacity`, rows of tensor ids that are out of bounds, and rows for which it
+            is too small, are zero; the next call on all ranks, or `check`, raises BoundsError.
         DtypeError
             For a tensor of ids, if torch lacks the array's dtype.
         StorageError
-            If a rank cannot read rows.
+            If a rank cannot read rows. For ids on a GPU, the next call raises it on all ranks.
+        CaptureError
+            In the capture of a CUDA graph, without `capacity` or with ids on the host.
+        RankLostError, ClosedError
+
+        Notes
+        -----
+        With tensors on a GPU, the call runs in the order of torch's current stream. Without
+        `capacity`, the host waits for the number of rows of each rank, not for the rows. If a rank
+        is lost then, rows that the stream has not finished have any content, and the next call
+        raises RankLostError. Make a call once before its capture. All ranks capture and replay it
+        alike; if one does not come, the communicator is aborted after `timeout_s`.
+        """
+        return gather([(self, ids)], capacity=capacity)[0]
+
+    def check(self) -> None:
+        """Raise what this rank's calls on GPUs have noted so far. Not collective.
+
+        Does not wait for streams. Use it after replays of a CUDA graph, once their stream is done.
+
+        Raises
+        ------
+        BoundsError
+            If gathers with a capacity had ids out of bounds, or too small a capacity.
+        StorageError
+            If this rank could not read or write rows, for whichever rank.
         RankLostError, ClosedError
         """
-        return gather([(self, ids)])[0]
+        self._check_usable()
+        self._ranks.check()
+        self.local.check()
+        self._flags.check(self.shape[0])
 
     def scatter(self, ids: Any, rows: Any) -> None:
         """Store rows, ``self[ids] = rows``, wherever they are. Collective.
@@ -247,8 +291,8 @@ class ShardedArray(endings.OfProcess):
             As for `gather`. If a row repeats, that of the highest rank is kept, and of one rank
             the last one.
         rows : array
-            Of numpy, or a tensor on the host, which broadcasts to ``ids.shape + self.shape[1:]``,
-            and is cast as numpy's assignment casts.
+            Of numpy, or a tensor on the device of `local`, which broadcasts to
+            ``ids.shape + self.shape[1:]``, and is cast as numpy's assignment casts.
 
         Raises
         ------
@@ -262,17 +306,19 @@ class ShardedArray(endings.OfProcess):
 
         Notes
         -----
-        All ranks see the rows when the call returns; `flush` makes them durable.
+        All ranks see the rows when the call returns, on GPUs in later calls; `flush` makes them
+        durable.
         """
         self._check_usable()
 
         def check() -> list[Asked]:
             if not self.local.writable:
                 raise ReadOnlyError('the sharded array was opened for reading: give mode="r+"')
-            return [Asked(self.local, self._save.dealing, ids, rows)]
+            self.check()
+            return [Asked(self._rows, self._save.dealing, ids, rows)]
 
         with self._ranks.together():
-            moving.scatter_rows(self._ranks, f"scatter to {self._name}", check)
+            Call(self._ranks, f"scatter to {self._name}").scatter(check)
 
     def flush(self) -> None:
         """Write all ranks' rows back and make them durable. Collective.
@@ -283,7 +329,11 @@ class ShardedArray(endings.OfProcess):
         """
         self._check_usable()
         with self._ranks.together():
-            self._ranks.step(f"flush {self._name}", self.local.flush)
+            self._ranks.step(f"flush {self._name}", self._flush)
+
+    def _flush(self) -> None:
+        self.local.flush()
+        self.check()
 
     def save(self, folder: PathLike) -> None:
         """Copy the array, as it is now, to a new one. Collective.
@@ -337,14 +387,16 @@ class ShardedArray(endings.OfProcess):
         )
 
 
-def gather(wanted: Sequence[tuple[ShardedArray, Any]]) -> list[Any]:
+def gather(wanted: Sequence[tuple[ShardedArray, Any]], *, capacity: int | None = None) -> list[Any]:
     """Copy rows of several sharded arrays by the messages of one `ShardedArray.gather`. Collective.
 
     Parameters
     ----------
     wanted : sequence of (ShardedArray, ids)
         All ranks name the same arrays, in the same order, each with ids of its own. The arrays are
-        those of one group.
+        those of one group, and all on GPUs or none.
+    capacity : int, optional
+        As for `ShardedArray.gather`: of each array.
 
     Returns
     -------
@@ -355,7 +407,7 @@ def gather(wanted: Sequence[tuple[ShardedArray, Any]]) -> list[Any]:
     ------
     ArgumentError
         If the arrays are none, of different groups, or not those of the other ranks.
-    BoundsError, IndexDtypeError, DtypeError, StorageError, RankLostError, ClosedError
+    BoundsError, IndexDtypeError, DtypeError, StorageError, CaptureError, RankLostError, ClosedError
         As `ShardedArray.gather`.
 
     Examples
@@ -386,8 +438,17 @@ def gather(wanted: Sequence[tuple[ShardedArray, Any]]) -> list[Any]:
             array._check_usable()
             if array._ranks.members != first._ranks.members:
                 raise ArgumentError(f"{array!r} and {first!r} are of different groups")
-        return [Asked(array.local, array._save.dealing, ids) for array, ids in pairs]
+            if array._rows.place != first._rows.place:
+                raise ArgumentError(f"{array!r} and {first!r} are on different devices")
+            if not call.capturing:
+                array.check()
+        flags = [None if capacity is None else array._flags for array in arrays]
+        return [
+            Asked(array._rows, array._save.dealing, ids, flags=each)
+            for (array, ids), each in zip(pairs, flags, strict=True)
+        ]
 
-    with first._ranks.together():
-        what = f"gather of {', '.join(array._name for array in arrays)}"
-        return moving.gather_rows(first._ranks, what, check)
+    what = f"gather of {', '.join(array._name for array in arrays)}"
+    call = Call(first._ranks, what, capacity)
+    with first._ranks.together(alone=call.capturing):
+        return call.gather(check)

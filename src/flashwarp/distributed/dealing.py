@@ -54,8 +54,14 @@ class Dealing:
         return [self.rows * rank // self.ranks for rank in range(self.ranks + 1)]
 
     @functools.cached_property
-    def _starts(self) -> torch.Tensor:
-        return torch.tensor(self.starts)
+    def _placed(self) -> dict[torch.device, torch.Tensor]:
+        return {}
+
+    def starts_on(self, place: torch.device) -> torch.Tensor:
+        """Return `starts` where ids are; the first call copies it there."""
+        if place not in self._placed:
+            self._placed[place] = torch.tensor(self.starts, device=place)
+        return self._placed[place]
 
     @functools.cached_property
     def _factor(self) -> int:
@@ -68,8 +74,9 @@ class Dealing:
         """Return the rank that has each row, and the row's number there."""
         places = _times(self._factor, ids, self.rows) if self.deal == "hash" else ids
         # Ranks without rows share their start with the next one, which is found.
-        owner = torch.searchsorted(self._starts, places, right=True) - 1
-        return owner, places - self._starts[owner]
+        starts = self.starts_on(ids.device)
+        owner = torch.searchsorted(starts, places, right=True) - 1
+        return owner, places - starts[owner]
 
     def ids(self, first: int, last: int) -> torch.Tensor:
         """Return the rows at a range of places."""

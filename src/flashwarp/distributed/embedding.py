@@ -10,17 +10,16 @@ import weakref
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from flashwarp.config import flag, integer
-from flashwarp.distributed import moving, records
+from flashwarp.distributed import records
 from flashwarp.distributed.array import ShardedArray
-from flashwarp.distributed.moving import Asked
+from flashwarp.distributed.asking import Asked
+from flashwarp.distributed.moving import Call
 from flashwarp.errors import ArgumentError
 from flashwarp.interop.torch import embedding
 from flashwarp.interop.torch.checks import check_tensors
-from flashwarp.interop.torch.lookups import look_up
 
 # What numpy has of as many bytes.
 _KINDS = {torch.float32: np.float32, torch.float16: np.uint16, torch.bfloat16: np.uint16}
@@ -130,7 +129,8 @@ class Embedding(torch.nn.Module):  # type: ignore[misc]
         Parameters
         ----------
         input : torch.Tensor
-            int64 or int32 ids of any shape, on the host: those that this rank wants, perhaps none.
+            int64 or int32 ids of any shape, on the table's device: those that this rank wants,
+            perhaps none.
 
         Returns
         -------
@@ -154,13 +154,14 @@ class Embedding(torch.nn.Module):  # type: ignore[misc]
 
         def ask() -> list[Asked]:
             check_tensors(input=ids)
+            self.table.check()
             wanted, inverse = ids.unique(return_inverse=True)
             places.append(inverse)
             return [Asked(_Weights(self.local), self.table._save.dealing, wanted)]
 
         ranks = self.table._ranks
         with ranks.together():
-            rows = moving.gather_rows(ranks, f"look up in {self.table._name}", ask)[0]
+            rows = Call(ranks, f"look up in {self.table._name}").gather(ask)[0]
         result: torch.Tensor = rows.view(self.local.dtype)[places[0]]
         return result
 
@@ -174,10 +175,12 @@ class Embedding(torch.nn.Module):  # type: ignore[misc]
     def _bring(self) -> None:
         """Bring gradients to the ranks that have their rows. Collective."""
         kept = list(self.local._kept)
-        table, dim = self.table, self.embedding_dim
+        table, dim, place = self.table, self.embedding_dim, self.table._rows.place
         table._check_usable()
-        ids = torch.cat([torch.empty(0, dtype=torch.int64), *(each for each, _ in kept)])
-        values = torch.cat([torch.empty(0, dim), *(each.float() for _, each in kept)])
+        none = torch.empty(0, dtype=torch.int64, device=place)
+        ids = torch.cat([none, *(each for each, _ in kept)])
+        none = torch.empty(0, dim, device=place)
+        values = torch.cat([none, *(each.float() for _, each in kept)])
         owner, places = table._save.dealing.owners(ids)
         order = torch.argsort(owner, stable=True)
         counts = torch.bincount(owner, minlength=table.ranks).tolist()
@@ -242,17 +245,18 @@ class _Rows(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Weights:
-    """The weights of a shard, converted, as `moving` asks an array for rows."""
+    """The weights of a shard, converted, as messages take them."""
 
     def __init__(self, shard: embedding.Embedding) -> None:
         self._lookup = shard._lookup
         self.dtype = np.dtype(_KINDS[shard.dtype])
         self.shape = shard.num_embeddings, shard.embedding_dim
+        self.place = torch.device(shard.array.device.name)
 
-    def gather(self, ids: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        found = look_up(self._lookup, torch.from_numpy(ids))
-        kind = torch.uint16 if out.dtype == np.uint16 else found.dtype
-        out[...] = found.view(kind).numpy()
+    def read(self, ids: torch.Tensor, message: torch.Tensor, _waits: bool) -> None:
+        """Read weights to the bytes of a message; on a GPU in the order of its stream."""
+        out = message.view(self._lookup.dtype).view(len(ids), self.shape[1])
+        self._lookup.run(ids, None, None, out)
 
 
 def _padding(table: ShardedArray, given: int | None) -> tuple[int | None, int | None]:

@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
 
 from flashwarp.array.array import Array
 from flashwarp.array.opening import Mode
 from flashwarp.array.opening import open as open_array
 from flashwarp.config import choice
-from flashwarp.device import resolve
+from flashwarp.device import Device, resolve
+from flashwarp.device.foreign import torch_dtype
 from flashwarp.distributed import records
 from flashwarp.distributed.dealing import Deal, Dealing
 from flashwarp.distributed.ranks import Ranks
@@ -45,7 +48,7 @@ def create_shards(
     """Make a new array of zeros, or a table, and open this rank's shard, which `held` closes."""
 
     def check() -> tuple[str, str, tuple[Folder, Callable[..., Save], NewTable | None]]:
-        _check_device(options)
+        device = _device_of(options)
         of, new = ("", None) if table is None else table()
         if new is None:
             form = npy.empty_layout(shape, dtype)
@@ -56,11 +59,12 @@ def create_shards(
         if ranks.count > RANKS_MAX:
             raise ArgumentError(f"{ranks.count} ranks: at most {RANKS_MAX} have a shard each")
         Dealing(deal, form.shape[0], ranks.count)
+        _check_kind(device, form.dtype)
         home = Folder(path)
         home.check_new()
         described = repr(np.lib.format.dtype_to_descr(form.dtype))
         save = functools.partial(Save, deal=deal, shape=form.shape, dtype=described)
-        what = f"create shape {form.shape} of {form.dtype}, dealt by {deal}{of}"
+        what = f"create shape {form.shape} of {form.dtype}, dealt by {deal}{of}, on {device.kind}"
         return what, os.urandom(16).hex(), (home, save, new)
 
     (home, make_save, new), ids = ranks.agree("create", check)
@@ -124,13 +128,13 @@ def open_shards(
 ) -> tuple[Save, Array]:
     """Open this rank's shard of the save that all ranks have; `held` closes it."""
 
-    def look() -> tuple[str, Any, Folder]:
+    def look() -> tuple[str, Any, tuple[Folder, Device]]:
         choice("mode", mode, ("r", "r+"))
-        _check_device(options)
+        device = _device_of(options)
         home = Folder(path)
-        return f"open with mode {mode!r}", home.look(), home
+        return f"open with mode {mode!r}, on {device.kind}", home.look(), (home, device)
 
-    home, told = ranks.agree("open", look)
+    (home, device), told = ranks.agree("open", look)
 
     def open_it() -> tuple[Save, Array]:
         save = chosen(told, str(home.path))
@@ -139,6 +143,7 @@ def open_shards(
                 f"the array has {save.ranks} shards, and the group {ranks.count} ranks: call "
                 "flashwarp.distributed.reshard first"
             )
+        _check_kind(device, save.kind)
         local = _open_shard(ranks, held, home, save, mode, options)
         # Who deals the rows anew has locked the shards of the old save: now nobody can.
         now = home.look()
@@ -152,9 +157,25 @@ def open_shards(
     return save, local
 
 
-def _check_device(options: Options) -> None:
-    if resolve(options["device"]).kind != "cpu":
-        raise DeviceError("sharded arrays work on the CPU device alone so far: give device='cpu'")
+def _device_of(options: Options) -> Device:
+    device = resolve(options["device"])
+    check_torch(device)
+    return device
+
+
+def check_torch(device: Device) -> None:
+    """Raise DeviceError if rows or tensors on a GPU cannot go to others."""
+    if device.kind == "cuda" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise DeviceError(
+            f"messages between GPUs as {device.name} need a torch that has CUDA and NCCL, and this "
+            f"is {torch.__version__}: install another, or give device='cpu'"
+        )
+
+
+def _check_kind(device: Device, dtype: np.dtype[Any]) -> None:
+    """Raise DtypeError for what messages between GPUs cannot have."""
+    if device.kind == "cuda":
+        torch_dtype(torch, dtype)
 
 
 def _open_shard(

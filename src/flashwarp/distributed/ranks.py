@@ -5,12 +5,14 @@ hash of what it does, and how much it will send. Its size never changes, because
 that gets another size than it expects. So a step is entered by all ranks or by none. If one has
 failed, or they do different things, all raise the same error.
 
-All messages go over a group of gloo of these ranks alone, with the time limit of the array.
+These messages go over a group of gloo of these ranks alone, with the time limit of the array. Rows
+and their numbers do, too, unless they are on GPUs: then they go by a `Communicator`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import time
@@ -23,7 +25,14 @@ import torch.distributed as dist
 
 from flashwarp import endings, errors
 from flashwarp.config import number, time_limit_s
-from flashwarp.errors import ArgumentError, ClosedError, FlashwarpError, RankLostError
+from flashwarp.distributed.communicator import Communicator, agreed
+from flashwarp.errors import (
+    ArgumentError,
+    CaptureError,
+    ClosedError,
+    FlashwarpError,
+    RankLostError,
+)
 
 _T = TypeVar("_T")
 
@@ -46,8 +55,12 @@ class Ranks:
         This rank among them, and how many they are.
     number : int
         The same on all ranks: how many such groups were made before of them.
+    store : Store
+        Where these ranks alone meet.
     lost : str
         Why the ranks cannot meet any more; empty while they can.
+    on_gpus : bool
+        Whether rows are on GPUs.
     """
 
     def __init__(self, group: Any, timeout_s: float | None) -> None:
@@ -64,6 +77,8 @@ class Ranks:
         self._lock = endings.Lock()
         self._agreed: BaseException | None = None
         self._gloo: Any = None
+        self.store: Any = None
+        self._communicator: Communicator | None = None
         try:
             self._connect()
         except RuntimeError as error:
@@ -82,9 +97,9 @@ class Ranks:
         end = time.monotonic() + self._timeout_s
         self.number = _met[name] = self._meeting(store, _met.get(name, 0), end)
         left = timedelta(seconds=max(end - time.monotonic(), _LOOK_S))
-        own = dist.PrefixStore(str(self.number), store)
+        self.store = dist.PrefixStore(str(self.number), store)
         try:
-            self._gloo = dist.ProcessGroupGloo(own, self.rank, self.count, left)
+            self._gloo = dist.ProcessGroupGloo(self.store, self.rank, self.count, left)
         finally:
             if self.rank == 0:
                 store.add(_OVER.format(self.number), 1)
@@ -103,6 +118,31 @@ class Ranks:
                 raise RuntimeError("rank 0 does not come")
             time.sleep(_LOOK_S)
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether rows are on GPUs."""
+        return self._communicator is not None and self._communicator.place.type == "cuda"
+
+    def use(self, place: torch.device, identity: str) -> None:
+        """Let rows go between GPUs by NCCL, from now on. All ranks call it in `together`.
+
+        `identity` is of this rank's GPU, as no other machine has it.
+        """
+
+        def look() -> tuple[str, Any, None]:
+            return "use GPUs", [identity, Communicator.number_of(self, place)], None
+
+        told = self.agree("use GPUs", look)[1]
+        number = self.step("compare the GPUs", lambda: agreed(told))
+        make = functools.partial(Communicator.of, self, place, number, self._timeout_s)
+        communicator = self.step("make a communicator", make)
+        try:
+            communicator.connect()
+        except RuntimeError as error:
+            self._lose(error)
+        self._communicator = communicator
+        self.step("connect GPUs", lambda: None)
+
     def close(self) -> None:
         """End the connections: ranks that wait for this one fail at once. May be called twice."""
         with self._lock:
@@ -111,6 +151,9 @@ class Ranks:
 
     def check(self) -> None:
         """Raise RankLostError if the ranks cannot meet any more."""
+        if self._communicator is not None and self._communicator.lost:
+            self.lost = self.lost or self._communicator.lost
+            self._gloo = None
         if self.lost:
             raise RankLostError(f"the sharded array is broken, since {self.lost}: open it again")
 
@@ -125,16 +168,17 @@ class Ranks:
     # Steps.
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Enter steps. If this rank leaves them alone, the others fail at once."""
+    def together(self, alone: bool = False) -> Iterator[None]:
+        """Enter steps. If this rank leaves them, the others fail at once, unless it is `alone`."""
         with self._lock:
             self.check()
             try:
                 yield
             except BaseException as error:
-                if error is not self._agreed:
+                if error is not self._agreed and not alone:
                     self.lost = self.lost or f"this rank has left a call by {type(error).__name__}"
                     self._gloo = None  # whoever waits for this rank need not wait longer
+                    self._hurry()
                 raise
             finally:
                 self._agreed = None
@@ -160,7 +204,7 @@ class Ranks:
         sent[:, _FAILED], sent[:, _WHAT] = error is not None, digest
         if error is None and sizes:
             sent[:, _SIZE] = torch.tensor(sizes)
-        got = self.swap(sent.view(-1), [3] * self.count, [3] * self.count).view(-1, 3)
+        got = self.tell(sent.view(-1), [3] * self.count, [3] * self.count).view(-1, 3)
         if got[:, _FAILED].any() or (got[:, _WHAT] != digest).any():
             self._raise(what, error)
         return [int(size) for size in got[:, _SIZE]]
@@ -188,15 +232,51 @@ class Ranks:
         of: Sequence[int],
         got: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Send each rank its part of a tensor, and return the parts for this rank, in their order.
+        """Send each rank its part of rows, or of their numbers; return the parts for this rank.
 
         `to` and `of` are the lengths of the parts, which sender and receiver must know; `got` is
-        where those for this rank go.
+        where those for this rank go. On GPUs it happens in the order of torch's current stream, and
+        the host does not wait for it.
         """
+        if self._communicator is None:
+            return self.tell(sent, to, of, got)
+        if got is None:
+            got = sent.new_empty(sum(of))
+        try:
+            self._communicator.swap(sent, to, of, got)
+        except CaptureError:
+            raise
+        except RuntimeError as error:
+            self._lose(error)
+        return got
+
+    def spread(self, tensor: torch.Tensor, root: int) -> None:
+        """Send a tensor from a rank to all others; on GPUs in the order of the current stream."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        try:
+            if self._communicator is not None:
+                self._communicator.spread(tensor, root)
+            else:
+                self._gloo.broadcast([tensor], options).wait()
+        except RuntimeError as error:
+            self._lose(error)
+
+    def tell(
+        self,
+        sent: torch.Tensor,
+        to: Sequence[int],
+        of: Sequence[int],
+        got: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Swap parts of a tensor as `swap` does, by gloo between host memories."""
         if got is None:
             got = torch.empty(sum(of), dtype=sent.dtype)
+        gloo = self._gloo
+        if gloo is None:
+            self.check()
         try:
-            self._gloo.alltoall_base(got, sent, list(of), list(to), dist.AllToAllOptions()).wait()
+            gloo.alltoall_base(got, sent, list(of), list(to), dist.AllToAllOptions()).wait()
         except RuntimeError as error:
             self._lose(error)
         return got
@@ -208,7 +288,12 @@ class Ranks:
             return ClosedError(str(error))
         return None
 
+    def _hurry(self) -> None:
+        if self._communicator is not None:
+            self._communicator.hurry()
+
     def _lose(self, error: RuntimeError) -> NoReturn:
+        self._hurry()
         said = str(error).partition("\n")[0]
         self.lost = (
             f"another rank has ended, has left a call, or did not come within {self._timeout_s:g} "
@@ -222,7 +307,7 @@ class Ranks:
         """Tell all ranks what each does or has failed with, and raise the same on all."""
         text = json.dumps({"what": what, "error": _packed(error)}).encode()
         sizes = torch.full((self.count * 3,), len(text))
-        sizes = self.swap(sizes, [3] * self.count, [3] * self.count)[::3]
+        sizes = self.tell(sizes, [3] * self.count, [3] * self.count)[::3]
         found = self._pass_on(text, sizes.tolist())
         failed = [
             _unpacked(rank, *each["error"]) for rank, each in enumerate(found) if each["error"]
@@ -240,7 +325,7 @@ class Ranks:
 
     def _pass_on(self, text: bytes, sizes: list[int]) -> list[Any]:
         sent = torch.frombuffer(bytearray(text * self.count or b" "), dtype=torch.uint8)
-        got = self.swap(sent[: len(text) * self.count], [len(text)] * self.count, sizes)
+        got = self.tell(sent[: len(text) * self.count], [len(text)] * self.count, sizes)
         return [json.loads(part.numpy().tobytes()) for part in got.split(sizes)]
 
 

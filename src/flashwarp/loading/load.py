@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashwarp._names import renamed
 from flashwarp.config import flag, integer, parse_bytes
 from flashwarp.device import Device, resolve
 from flashwarp.errors import ArgumentError
 from flashwarp.loading import into as targets
-from flashwarp.loading.contents import chosen, contents
+from flashwarp.loading.contents import Content, chosen, contents
 from flashwarp.loading.moving import STAGING_BYTES_MIN, move
-from flashwarp.loading.places import allocate, library_for
+from flashwarp.loading.places import Place, allocate, library_for
 from flashwarp.storage.progress import Progress, progress_for
 from flashwarp.storage.safetensors import Checkpoint
 
@@ -100,32 +100,55 @@ def load(
     array([[0., 1., 2.],
            [3., 4., 5.]], dtype=float32)
     """
-    budget = integer(
-        "host_memory", parse_bytes(host_memory, "host_memory"), STAGING_BYTES_MIN, _STAGING_MOST
-    )
+    budget = budget_of(host_memory)
     direct = None if o_direct is None else flag("o_direct", o_direct)
+    job = prepare(path, device, only, into, library)
+    what = os.path.basename(next(iter(job.wanted.values())).path) if job.wanted else ""
+    return move(
+        job.wanted.values(),
+        job.places,
+        job.device,
+        o_direct=direct,
+        staging_bytes=budget,
+        progress=progress_for(progress, what),
+        meanwhile=job.made,
+    )
+
+
+class Job(NamedTuple):
+    """What a load has to do: tensors of files, their memory, and what makes them there."""
+
+    wanted: Mapping[str, Content]
+    places: Mapping[str, Place]
+    device: Device
+    made: Callable[[], dict[str, Any]]
+
+
+def budget_of(host_memory: int | str) -> int:
+    """Return the checked bytes of host memory for a load."""
+    nbytes = parse_bytes(host_memory, "host_memory")
+    return integer("host_memory", nbytes, STAGING_BYTES_MIN, _STAGING_MOST)
+
+
+def prepare(
+    path: Checkpoint,
+    device: object,
+    only: str | Sequence[str] | None,
+    into: object,
+    library: str | None,
+) -> Job:
+    """Find tensors in files and memory for them, as `load` takes these arguments."""
     found = contents(path)
     given = None if into is None else targets.tensors_of(into)
     where = _device(device, given)
     wanted = chosen(found, only)
     if given is None:
         places, made = allocate(wanted.values(), library_for(library, where))
-    else:
-        tensors = given if only is None else {n: t for n, t in given.items() if n in wanted}
-        kind = targets.library_of(tensors, where) if library is None else library
-        places = targets.places_of(wanted, tensors, library_for(kind, where), where)
-        wanted = {name: wanted[name] for name in places}
-        made = partial(dict, tensors)
-    what = os.path.basename(next(iter(wanted.values())).path) if wanted else ""
-    return move(
-        wanted.values(),
-        places,
-        where,
-        o_direct=direct,
-        staging_bytes=budget,
-        progress=progress_for(progress, what),
-        meanwhile=made,
-    )
+        return Job(wanted, places, where, made)
+    tensors = given if only is None else {n: t for n, t in given.items() if n in wanted}
+    kind = targets.library_of(tensors, where) if library is None else library
+    places = targets.places_of(wanted, tensors, library_for(kind, where), where)
+    return Job({name: wanted[name] for name in places}, places, where, partial(dict, tensors))
 
 
 def _device(device: object, given: Mapping[str, Any] | None) -> Device:

@@ -165,21 +165,27 @@ class TensorLookup:
             )
 
     def run(
-        self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Look up; on a GPU in the order of torch's current stream."""
+        """Look up, to `out` if it is given; on a GPU in the order of torch's current stream."""
         if self._closed:
             raise ClosedError(f"the table of {self.handle!r} is closed")
         plain = offsets is None and weights is None and ids.dtype in _INDICES
         plain = plain and ids.layout is torch.strided and not ids.is_nested
         if not plain or ids.device != self._device:
             self.check(ids, offsets, weights)
-        found = torch.empty(self.shape(ids, offsets), dtype=self.dtype, device=self._device)
+        found = out
+        if found is None:
+            found = torch.empty(self.shape(ids, offsets), dtype=self.dtype, device=self._device)
         ids = ids.contiguous()
         places = _ids(ids)
-        out, number, stream = found.data_ptr(), NUMBERS[self.dtype], _stream_of(ids)
+        address, number, stream = found.data_ptr(), NUMBERS[self.dtype], _stream_of(ids)
         if self.pooling is Pooling.NONE:
-            self.lookup.rows(places, out, number, stream)
+            self.lookup.rows(places, address, number, stream)
             return found
         factors = None
         if weights is not None:
@@ -187,7 +193,7 @@ class TensorLookup:
             factors = Weights(weights.data_ptr(), NUMBERS[weights.dtype])
         offsets = None if offsets is None else offsets.contiguous()
         bags = self._bags(ids, offsets)
-        self.lookup.bags(places, bags, self.pooling, factors, out, number, stream)
+        self.lookup.bags(places, bags, self.pooling, factors, address, number, stream)
         return found
 
     def prefetch(self, ids: torch.Tensor, offsets: torch.Tensor | None, stream: int | None) -> None:
