@@ -93,7 +93,7 @@ FW_KERNEL read_memory(uint64_t address, char* buffers, uint64_t piece, uint64_t 
   });
 }
 
-// The same by the loads that a frame needs, between two looks at a word that the cache would change.
+// The same by the loads that a frame needs, between two looks at a word that a cache would change.
 FW_KERNEL read_looking(uint64_t address, const uint64_t* words, uint64_t line, char* buffers,
                        uint64_t piece, uint64_t pieces, uint64_t* wrong, uint32_t* taken) {
   read_in_order(buffers, piece, pieces, wrong, taken, [&](char* to, uint64_t offset) {
