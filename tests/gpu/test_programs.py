@@ -101,7 +101,7 @@ def test_resources_are_told(program: fw.program.Program) -> None:
 
 UNBOUND = """
 #include "flashwarp/array.cuh"
-extern "C" __global__ void unbound(const __grid_constant__ fw::array<const float> x, float* out) {
+__global__ void unbound(const __grid_constant__ fw::array<const float> x, float* out) {
   float sum = 0;
   const uint64_t step = fw::base::thread_count();
   for (uint64_t i = fw::base::thread_index(); i < x.size(); i += step) sum += x[i];

@@ -216,7 +216,7 @@ def test_kernel_of_numba(client: fw.Cache, path: Path) -> None:
     index = np.random.default_rng(5).integers(0, ROWS.size, 2000)
     with fw.open(path, dtype="i4", shape=(ROWS.size,), offset=128, cache=client) as x:
         out = cuda.to_device(np.zeros(2000, "i4"))
-        gather[8, 64](out, x, cuda.to_device(index))
+        gather[64, 128](out, x, cuda.to_device(index))
         x.wait()
         np.testing.assert_array_equal(out.copy_to_host(), ROWS.reshape(-1)[index])
 
