@@ -59,26 +59,18 @@ FW_DEVICE volume& volume_to_help(line_cache& c, volume& v, uint32_t step) {
 }
 
 // The queue pair that a warp helps at `step`: each second time one to which it submits itself,
-// where most likely the command lies that it waits for. Otherwise all of the volume in turn, but
-// the lanes look at one each, and those with nothing in flight are passed over: a line that a
-// prefetch has asked for lies behind any of them. All lanes of `here` call together, with the
-// values of one.
-FW_DEVICE nvme::queue_pair& queue_to_help(const volume& v, lanes here, uint32_t step) {
+// where most likely the command lies that it waits for; otherwise all of the volume in turn.
+FW_DEVICE nvme::queue_pair& queue_to_help(const volume& v, uint32_t step) {
   const uint32_t turn = step >> 1;
   if ((step & 1) == 0) {
-    const uint32_t seat = here.broadcast(warp::index() + base::spread_index());
+    const uint32_t seat = warp::index() + base::spread_index();
     return v.spread == kOneNamespace ? queue_of(v, seat)
                                      : queue_on(v, seat, turn % v.namespace_count);
   }
-  // At times from a queue at random on (Fibonacci hashing): the turns of queues and volumes could
-  // be in step, and some pairs of the two would never come up.
+  // At times a queue at random (Fibonacci hashing): the turns of queues and volumes could be in
+  // step, and some pairs of the two would never come up.
   const uint32_t random = ((warp::index() + step) * 0x9E3779B1u) >> 16;
-  const uint32_t first = (turn & 1) != 0 ? random : warp::index() + (turn >> 1);
-  nvme::queue_pair& mine = v.queues[(first + here.rank()) % v.queue_count];
-  const lanes busy = here.ballot(nvme::has_commands(mine));
-  const uint64_t found =
-      here.broadcast(reinterpret_cast<uint64_t>(&mine), busy ? busy.leader() : here.leader());
-  return *reinterpret_cast<nvme::queue_pair*>(found);
+  return v.queues[((turn & 1) != 0 ? random : warp::index() + (turn >> 1)) % v.queue_count];
 }
 
 // Does one step of a wait for a line: drains a queue pair, or pauses. `step` numbers the steps.
@@ -86,25 +78,22 @@ FW_DEVICE_NOINLINE void help_any(line_cache& c, volume& v, lanes here, uint32_t 
   line_finisher finisher{c};
   // One lane chooses for all: lanes may read different table entries, and be at different steps.
   volume* visited = nullptr;
-  uint64_t chosen = 0;
+  uint64_t queue = 0;
   if (here.leads()) {
     volume& target = volume_to_help(c, v, step);
     const bool ours = same_array(target, v);
     if (ours || begin_visit(target)) {
       if (!ours) visited = &target;
-      chosen = reinterpret_cast<uint64_t>(&target);
+      queue = reinterpret_cast<uint64_t>(&queue_to_help(target, step));
     }
   }
-  chosen = here.broadcast(chosen);
-  if (chosen == 0) {
+  queue = here.broadcast(queue);
+  if (queue == 0) {
     // The array has just closed: it has nothing in flight any more.
     base::pause(nvme::kBackOffNs);
     return;
   }
-  // The leader has acquired the entry for all lanes.
-  here.sync();
-  const auto& target = *reinterpret_cast<const volume*>(chosen);
-  nvme::help(queue_to_help(target, here, here.broadcast(step)), here, finisher);
+  nvme::help(*reinterpret_cast<nvme::queue_pair*>(queue), here, finisher);
   // All lanes have left the queue before the leader says so.
   here.sync();
   if (visited != nullptr) end_visit(*visited);

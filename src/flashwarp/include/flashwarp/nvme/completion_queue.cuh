@@ -48,18 +48,14 @@ FW_DEVICE bool has_unpublished(const queue_pair& q, lanes here) {
   return here.broadcast(any);
 }
 
-// Whether commands are in flight that nobody has drained, or were a moment ago.
-FW_DEVICE bool has_commands(const queue_pair& q) {
-  return atomic::load_relaxed(&q.head) != atomic::load_relaxed(&q.tail);
-}
-
 // Drains at most one CQE for each lane. Returns how many; 0 if there is none or another warp has
 // the lock. All lanes of `here` call together; never waits.
 template <typename Finisher>
 FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, lanes here, Finisher& finisher) {
   const bool leads = here.leads();
   // If nothing is in flight, do not look at the ring: that takes a PCIe round trip.
-  const bool got = leads && has_commands(q) && atomic::try_lock(&q.drain_lock);
+  const bool got = leads && atomic::load_relaxed(&q.head) != atomic::load_relaxed(&q.tail) &&
+                   atomic::try_lock(&q.drain_lock);
   if (!here.broadcast(got)) return 0;
   // The leader has acquired what the last drainer did; no lane may see an entry of an older pass.
   here.sync();
