@@ -2,11 +2,9 @@
 
 A step looks 26 rows up for each of its samples and feeds them to two stacks of matrices. The
 synchronous way looks a batch up, then computes. The asynchronous way prefetches the next batch
-beside the computation of this one. On a GPU all steps of a measurement are one CUDA graph, as in
-AGILE, whose kernels wait for no launch of the host. The rows stand in one array, table behind
-table, as AGILE's do. Each table has the size that MLPerf's DLRM gives it, divided. Rows are drawn
-by Zipf's law: no log of clicks is read. AGILE's figures stand over BaM; of its two modes, the ratio
-is given here.
+beside the computation of this one. The rows stand in one array, table behind table, as AGILE's do.
+Each table has the size that MLPerf's DLRM gives it, divided. Rows are drawn by Zipf's law: no log
+of clicks is read. AGILE's figures stand over BaM; of its two modes, the ratio is given here.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -230,22 +227,23 @@ class _Bench:
         """Add a row for steps that wait, and one for steps that prefetch."""
         forward, rows = self.model(config, batch), self.rows(batch)
         with self.opened(cache, how) as array:
-            waits = self.captured(batch, lambda ids: self.waits(array, ids, rows, forward))
-            ahead = self.captured(batch, lambda ids: self.ahead(array, ids, rows, forward))
             ways = {
-                "synchronous": partial(self.seconds, batch, waits),
-                "asynchronous": partial(self.seconds, batch, ahead),
+                "synchronous": lambda: self.seconds(
+                    batch, lambda ids: self.waits(array, ids, rows, forward)
+                ),
+                "asynchronous": lambda: self.seconds(
+                    batch, lambda ids: self.ahead(array, ids, rows, forward)
+                ),
             }
             times = in_turns(ways, self.runs)
             ids = self.samples(batch)
             before = array.stats
-            waits(ids)
+            self.waits(array, ids, rows, forward)
             right = self.right(rows, ids)
             after = array.stats
             ids = self.samples(batch)
-            ahead(ids)
+            self.ahead(array, ids, rows, forward)
             right_ahead = self.right(rows, ids)
-            del ways, waits, ahead  # graphs end before their array
         touched = after.hits + after.misses - before.hits - before.misses
         hits = (after.hits - before.hits) / max(touched, 1)
         rates = {name: batch / seconds for name, seconds in times.items()}
@@ -417,26 +415,6 @@ class _Bench:
                 side.wait_stream(stream)
             array.prefetch(ids[k + 1].reshape(-1), side)
             forward(rows)
-        if side is not None:
-            stream.wait_stream(side)
-
-    def captured(self, batch: int, steps: Callable[[Any], object]) -> Callable[[Any], object]:
-        """Return what takes the same steps by one CUDA graph; on the CPU device the steps."""
-        if not self.on_gpu:
-            return steps
-        torch = self.xp
-        ids = self.samples(batch)
-        steps(ids)  # kernels are compiled, and torch's allocator has memory
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            steps(ids)
-
-        def replay(given: Any) -> None:
-            ids.copy_(given)
-            graph.replay()
-
-        return replay
 
     def stream(self) -> Any:
         """Return torch's current stream; None on the CPU device."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from flashwarp.errors import ArgumentError, DeviceOutOfMemory, DtypeError
 from flashwarp.loading.contents import Content
 
 _ALIGNMENT = 256
+# So many tensors are made between two pauses.
+_AT_A_TIME = 16
+_PAUSE_S = 20e-6
 
 # What each dtype of the format is called in torch and numpy; torch packs two numbers of F4 into an
 # element. F6 has no name in any library.
@@ -234,7 +238,8 @@ def allocate(
 ) -> tuple[dict[str, Place], Callable[[], dict[str, Any]]]:
     """Allocate memory for some contents; return the places, and what makes the tensors there.
 
-    To make hundreds of tensors takes milliseconds, in which their bytes may come already.
+    To make hundreds of tensors takes milliseconds, in which their bytes may come already: it pauses
+    at times, because threads that move bytes would wait 5 ms for Python's lock.
 
     Raises
     ------
@@ -255,7 +260,16 @@ def allocate(
         for each, begin in zip(shard, begins, strict=True):
             cuts[each.name] = block, begin, each
             places[each.name] = Place(where.address + begin, where.stream)
-    return places, lambda: {each.name: library.cut(*cuts[each.name]) for each in contents}
+
+    def make() -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for number, each in enumerate(contents, 1):
+            made[each.name] = library.cut(*cuts[each.name])
+            if number % _AT_A_TIME == 0:
+                time.sleep(_PAUSE_S)
+        return made
+
+    return places, make
 
 
 def _layout(shard: Iterable[Content]) -> tuple[list[int], int]:
