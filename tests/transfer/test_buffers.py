@@ -93,9 +93,12 @@ def test_buffers_are_pinned_ahead_of_what_is_taken(
         until(lambda: ring.allocated_bytes == 4 * BUFFER and pool_of(device)._keeper is None)
         held = ring.try_take_several(16)
         assert len(held) == 16
-        until(lambda: ring.allocated_bytes == 20 * BUFFER and pool_of(device)._keeper is None)
+        # A quarter more, but the thread is not started again for the last of it.
+        until(lambda: ring.allocated_bytes >= 18 * BUFFER and pool_of(device)._keeper is None)
+        assert ring.allocated_bytes <= 22 * BUFFER
         held += ring.try_take_several(8)
-        until(lambda: ring.allocated_bytes == 30 * BUFFER and pool_of(device)._keeper is None)
+        until(lambda: ring.allocated_bytes >= 26 * BUFFER and pool_of(device)._keeper is None)
+        assert ring.allocated_bytes <= 32 * BUFFER
         for each in held:
             each.release()
 
