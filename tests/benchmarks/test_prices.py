@@ -90,7 +90,7 @@ def test_bad_entries_are_refused(tmp_path, changes, message):
 
 
 def test_bad_files_are_refused(tmp_path):
-    with pytest.raises(PathError, match="bench scaling --json FILE"):
+    with pytest.raises(PathError, match="drives scaling --json FILE"):
         prices.run(measured=str(tmp_path / "missing.json"))
     text = tmp_path / "text.json"
     text.write_text("prices")
