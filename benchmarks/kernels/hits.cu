@@ -187,13 +187,17 @@ single_cursor(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint64_t sp
   fw::cursor<const uint32_t> line(data);
   sum_one_by_one(data.size(), span, sum, [&](uint64_t i) { return line[i]; });
 }
-// With 64 warps on a multiprocessor, of which each waits for its two looks.
+// With 64 warps on a multiprocessor, of which each waits for its two looks. In a program of its
+// own: functions that kernels share take no more registers than the fewest that one of them may
+// have, so all kernels beside it would have 64 warps, too.
+#ifdef BENCH_MANY_WARPS
 FW_KERNEL_RESIDENT(8)
 single_cursor_of_many(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint64_t span,
                       uint64_t* sum) {
   fw::cursor<const uint32_t> line(data);
   sum_one_by_one(data.size(), span, sum, [&](uint64_t i) { return line[i]; });
 }
+#endif
 FW_KERNEL
 single_range(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint64_t span, uint64_t* sum) {
   uint64_t total = 0;

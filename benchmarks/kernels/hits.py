@@ -43,17 +43,20 @@ def run(
         settings={"bytes": elements * _WORD, "random_loads": loads},
         seeds={"elements": seed, "frames": seed + 1},
     )
-    program = fw.compile(Path(__file__).with_suffix(".cu"), where)
+    source = Path(__file__).with_suffix(".cu")
+    program = fw.compile(source, where)
+    many = fw.compile(source, where, defines={"BENCH_MANY_WARPS": None})
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 1 << 32, elements, np.uint32)
     for line in (4096, 512):
-        _compare(where, program, report, data, line, loads, seed)
+        _compare(where, program, many, report, data, line, loads, seed)
     return report
 
 
 def _compare(
     device: Device,
     program: fw.program.Program,
+    many: fw.program.Program,
     report: Record,
     data: np.ndarray[Any, np.dtype[np.uint32]],
     line: int,
@@ -83,11 +86,11 @@ def _compare(
         warps = 1 << 20
 
         def way(name: str, amount: float, *arguments: Any) -> Callable[[], tuple[float, int]]:
+            kernel = (many if name.endswith("_of_many") else program)[name]
+
             def measure() -> tuple[float, int]:
                 with device.empty_array((1,), np.uint64) as total:
-                    seconds = device_seconds(
-                        device, lambda: program[name](*arguments, total, warps=warps)
-                    )
+                    seconds = device_seconds(device, lambda: kernel(*arguments, total, warps=warps))
                     return amount / seconds / 1e9, int(total.copy_to_host()[0])
 
             return measure
