@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 import flashwarp as fw
+from flashwarp.checkpoint import straight
 from flashwarp.file.gvdk import Gvdk
 
 ROOT = str(Path(fw.__file__).parent)
@@ -360,6 +361,7 @@ def use_checkpointer(draw: random.Random) -> Callable[[], None]:
     options: dict[str, Any] = {"timeout_s": LIMIT_S, "discard_consumed": draw.random() < 0.3}
     caches = draw.choice([("64 KiB", "256 KiB"), (0, "64 KiB"), (0, 0)])
     size = draw.choice([100, 3000, 300_000])
+    straight.LEAST_BYTES = draw.choice([0, straight.LEAST_BYTES])
     durable: set[int] = set()
     gone: set[int] = set()
 

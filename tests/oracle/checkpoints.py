@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 import flashwarp as fw
+from flashwarp.checkpoint import straight
 from flashwarp.errors import (
     CheckpointError,
     ExistingVersionError,
@@ -27,6 +28,7 @@ from oracle.world import RECORD, Hand
 _GAPS = np.dtype({"names": ["a", "b"], "formats": ["<i4", "<f4"], "offsets": [0, 8]})
 _DTYPES = [np.dtype("i4"), np.dtype("f8"), np.dtype("u1"), np.dtype("i2"), RECORD, _GAPS]
 _CACHES = [("64 KiB", "256 KiB")] * 3 + [(0, "256 KiB"), ("64 KiB", 0), (0, 0)]
+_STRAIGHT_BYTES = straight.LEAST_BYTES
 _VERSIONS = 6
 _LIMIT_S = 30
 
@@ -95,6 +97,9 @@ def _of(hand: Hand) -> Saved:
         if remote is not None:
             remote.mkdir()
         caches = hand.random.choice(_CACHES)
+        # Restores of any size may be read as large ones are.
+        straight.LEAST_BYTES = hand.random.choice([0, _STRAIGHT_BYTES])
+        hand.say(f"straight.LEAST_BYTES = {straight.LEAST_BYTES}")
         saved = Saved(folder, remote, hand.machine.devices[hand.world.device], caches)
         hand.world.closing.append(saved)
         saved.open()
