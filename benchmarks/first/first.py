@@ -194,7 +194,7 @@ class _First:
 
 
 def _alone(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a process of its own; what it raises comes here."""
+    """Call a function in a process of its own, and raise what it raises."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as process:
         return process.submit(call, *arguments).result()

@@ -415,7 +415,7 @@ class TransferClient(endings.OfProcess):
         self.lent_bytes = 0
         self.ahead = ahead
         self.most_bytes = self.asked_ahead = 0
-        """The most that was lent at a time, and what was pinned ahead, for the pool."""
+        """For the pool: the most that was lent at a time, and up to where its thread was to pin."""
         self._line: deque[object] = deque()  # who waits for a buffer
         self._pool = pool_of(device)
         self.lock = self._pool.lock
