@@ -17,6 +17,7 @@ import pytest
 import flashwarp as fw
 from flashwarp.device import resolve
 from flashwarp.errors import BoundsError, OwnerLostError, SharedCacheError
+from support.client_kernels import KERNELS
 from support.program import Program, ProgramError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -168,22 +169,6 @@ def test_tensors_of_torch(client: fw.Cache, path: Path) -> None:
         rows = x.gather(index[:5], stream=stream)
         stream.synchronize()
         np.testing.assert_array_equal(rows.cpu().numpy(), ROWS[index[:5].cpu().numpy()])
-
-
-KERNELS = """
-#include <flashwarp/array.cuh>
-FW_KERNEL total(fw::array<const int, 2> x, int64_t* sum) {
-  int64_t own = 0;
-  const uint64_t step = fw::base::thread_count();
-  for (uint64_t i = fw::base::thread_index(); i < x.size(); i += step) own += x[i];
-  fw::atomic::add(sum, own);
-}
-FW_KERNEL negate(fw::array<int, 2> x, uint64_t n) {
-  const uint64_t step = fw::base::thread_count();
-  for (uint64_t i = fw::base::thread_index(); i < n; i += step) x.store(i, -x[i]);
-}
-FW_KERNEL count(fw::array<int, 2> x) { x.atomic_add(0, 1); }
-"""
 
 
 @pytest.mark.parametrize("capacity", ["4 MiB", "256 KiB"])

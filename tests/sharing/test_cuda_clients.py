@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("cuda.bindings.driver")
 pytest.importorskip("cuda.bindings.nvrtc")
 
+from support.client_kernels import KERNELS
 from support.program import Program, ProgramError
 
 ROWS = np.arange(1000 * 128, dtype="i4").reshape(1000, 128)  # 1000 lines of 512 bytes
@@ -39,24 +40,6 @@ def values(memory):
     return memory.copy_to_host()
 """
 
-KERNELS = """
-#include <flashwarp/array.cuh>
-FW_KERNEL total(fw::array<const int, 2> x, int64_t* sum) {
-  int64_t own = 0;
-  const uint64_t step = fw::base::thread_count();
-  for (uint64_t i = fw::base::thread_index(); i < x.size(); i += step) own += x[i];
-  fw::atomic::add(sum, own);
-}
-FW_KERNEL negate(fw::array<int, 2> x, uint64_t n) {
-  const uint64_t step = fw::base::thread_count();
-  for (uint64_t i = fw::base::thread_index(); i < n; i += step) x.store(i, -x[i]);
-}
-FW_KERNEL count(fw::array<int, 2> x) { x.atomic_add(0, 1); }
-FW_KERNEL copy(fw::array<const int, 2> from, fw::array<int, 2> to) {
-  const uint64_t step = fw::base::thread_count();
-  for (uint64_t i = fw::base::thread_index(); i < from.size(); i += step) to.store(i, from[i]);
-}
-"""
 PROGRAM = f"program = fw.compile({KERNELS!r}, gpu)"
 
 

@@ -33,6 +33,7 @@ from flashwarp.errors import (
 )
 from flashwarp.sharing.messages import Message
 from flashwarp.trace import record
+from support.client_kernels import KERNELS
 from support.program import Program, ProgramError
 
 ROWS = np.arange(4000 * 128, dtype="i4").reshape(4000, 128)  # 500 lines of 4 KiB
@@ -63,25 +64,6 @@ def client(owner: fw.Cache) -> Iterator[fw.Cache]:
         yield cache
 
 
-KERNEL = """
-#include <flashwarp/array.cuh>
-FW_KERNEL total(fw::array<const int, 2> x, int64_t* sum) {
-  int64_t own = 0;
-  const uint64_t step = fw::base::thread_count();
-  for (uint64_t i = fw::base::thread_index(); i < x.size(); i += step) own += x[i];
-  fw::atomic::add(sum, own);
-}
-FW_KERNEL negate(fw::array<int, 2> x, uint64_t n) {
-  const uint64_t step = fw::base::thread_count();
-  for (uint64_t i = fw::base::thread_index(); i < n; i += step) x.store(i, -x[i]);
-}
-FW_KERNEL count(fw::array<int, 2> x) { x.atomic_add(0, 1); }
-FW_KERNEL write_back(fw::array<int, 2> x) { x.write_back(0, 1).wait(); }
-FW_KERNEL copy(fw::array<const int, 2> from, fw::array<int, 2> to) {
-  const uint64_t step = fw::base::thread_count();
-  for (uint64_t i = fw::base::thread_index(); i < from.size(); i += step) to.store(i, from[i]);
-}
-"""
 # What an owner's end is told in, on a machine that does other things too. Nothing else would end.
 BOUNDED_S = 20
 
@@ -303,7 +285,7 @@ USES = {
 def test_kills_at_drawn_times(path: Path, folder: Path, use: str) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     random = np.random.default_rng(seed)
-    prepare = f"program = fw.compile({KERNEL!r}, 'cpu')\n{CLIENT}\n{opens(path, 'r+')}\n"
+    prepare = f"program = fw.compile({KERNELS!r}, 'cpu')\n{CLIENT}\n{opens(path, 'r+')}\n"
     # The use too: its first call compiles, which takes as long as the machine is busy.
     prepare += USES[use]
     work = f"while True: {USES[use]}"
@@ -548,7 +530,7 @@ def test_clients_open_files_alone(client: fw.Cache, path: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("policy", ["clock", "sieve", "s3_fifo"])
 def test_kernels_of_a_client(path: Path, policy: str) -> None:
-    program = fw.compile(KERNEL, "cpu", policy=policy)
+    program = fw.compile(KERNELS, "cpu", policy=policy)
     with (
         fw.Cache("256 KiB", shared="rows", device="cpu", policy=policy) as owner,
         fw.Cache(shared="rows") as client,
@@ -570,7 +552,7 @@ def test_kernels_of_a_client(path: Path, policy: str) -> None:
 def test_kernel_on_arrays_of_the_owner_and_of_a_client(
     owner: fw.Cache, client: fw.Cache, path: Path, tmp_path: Path
 ) -> None:
-    program = fw.compile(KERNEL, "cpu")
+    program = fw.compile(KERNELS, "cpu")
     np.save(tmp_path / "to.npy", np.zeros_like(ROWS))
     with fw.open(path, cache=client) as x, fw.open(tmp_path / "to.npy", "r+", cache=owner) as y:
         program["copy"](x, y)
@@ -581,7 +563,7 @@ def test_kernel_on_arrays_of_the_owner_and_of_a_client(
 @pytest.mark.parametrize("kernel", ["count", "write_back"])
 def test_what_only_kernels_of_the_owner_can_do(client: fw.Cache, path: Path, kernel: str) -> None:
     with fw.open(path, "r+", cache=client) as x:
-        fw.compile(KERNEL, "cpu")[kernel](x)
+        fw.compile(KERNELS, "cpu")[kernel](x)
         with pytest.raises(SharedCacheError, match="only kernels in the process of the cache"):
             x.wait()
         assert x[0, 0] == ROWS[0, 0]
