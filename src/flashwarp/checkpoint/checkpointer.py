@@ -523,7 +523,8 @@ class Checkpointer(endings.Closing):
     def close(self, drain: bool = True, timeout_s: float | None = None) -> None:
         """Wait until all versions are durable, end the threads, and free the caches.
 
-        May be called twice. In a forked child it does nothing.
+        May be called twice. In a forked child it does nothing. A thread frees the pinned cache
+        afterwards, piece by piece in pauses of the GPU: in 0.2 s for 16 GiB if nothing runs there.
 
         Parameters
         ----------
